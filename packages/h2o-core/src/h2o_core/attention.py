@@ -1,0 +1,111 @@
+"""The reference attention: the output and, from the same softmax, the mass that each row received."""
+
+from typing import Literal
+
+import mlx.core as mx
+
+from h2o_core._shapes import Bool, Float, Float32, Int32
+
+# Logits of one block of queries, over all sequences and heads; bounds what prefill needs beside the cache.
+BLOCK_ELEMENTS = 1 << 22
+
+
+def attend(
+    q: Float[mx.array, "B Hq N D"],
+    k: Float[mx.array, "B H C D"],
+    v: Float[mx.array, "B H C Dv"],
+    scale: float,
+    decay: float = 1.0,
+    mask: Bool[mx.array, "B _ N C"] | Literal["causal"] | None = None,
+    lengths: Int32[mx.array, " B"] | None = None,
+    sinks: Float[mx.array, " Hq"] | None = None,
+) -> tuple[Float[mx.array, "B Hq N Dv"], Float32[mx.array, "B H C"]]:
+    """Attend, and count the attention that each row received.
+
+    p = softmax(q kᵀ · scale), out = p v, and
+
+        mass[b,h,c] = Σ_i decay^(n−1−i) · mean_g p[b,h,g,i,c]
+
+    with n the real queries of the sequence and g over the query heads of KV head h. With decay 1 and no
+    sink logits each query adds exactly 1 to its head. Probabilities are float32 whatever the dtype: in
+    float16 a sum of them stops growing at 2,048. Queries go in blocks, and what lies above the diagonal
+    is never computed.
+
+    Args:
+        q: Queries, Hq a multiple of H; query head h·G + g belongs to KV head h.
+        k: Keys of all slots.
+        v: Values of all slots; of width 0 if the mass alone is wanted.
+        scale: Factor on the logits.
+        decay: Factor per token on mass that is already there, in (0, 1].
+        mask: None: every row is visible (a single query). ``"causal"``: the last N rows are the queries'
+            own tokens, in order, and all before them are visible. An array: True where visible.
+        lengths: Real queries of each sequence; the rest is padding on the right and gives no mass.
+        sinks: One logit per query head that joins the softmax and takes mass to nowhere (gpt-oss).
+
+    Returns:
+        The output in v's dtype, and the mass.
+
+    Source:
+        H2O (arXiv 2306.14048), section 4: the score of a token is the sum of the attention it receives.
+    """
+    batch, n_query_heads, n_queries, _ = q.shape
+    n_heads, n_rows = k.shape[1], k.shape[2]
+    grouped = (q * scale).reshape(batch, n_heads, -1, n_queries, q.shape[-1])
+    keys = k[:, :, None].swapaxes(-1, -2)
+    weights = decay_weights(n_queries, decay, lengths) * (n_heads / n_query_heads)
+    block = max(1, BLOCK_ELEMENTS // (batch * n_query_heads * n_rows))
+    mass = mx.zeros((batch, n_heads, n_rows), mx.float32)
+    outs = []
+    for start in range(0, n_queries, block):
+        stop = min(start + block, n_queries)
+        # Under the causal rule this block sees nothing right of its last query's own row.
+        unseen = n_queries - stop if isinstance(mask, str) else 0
+        shown = n_rows - unseen
+        logits = grouped[..., start:stop, :] @ keys[..., :shown]
+        p = _softmax(logits, _block_mask(mask, start, stop, shown), sinks)
+        outs.append(p.astype(v.dtype) @ v[:, :, None, :shown])
+        received = (weights[:, None, None, None, start:stop] @ p).sum(axis=(2, 3))
+        mass = mass + mx.pad(received, [(0, 0), (0, 0), (0, unseen)])
+    out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=-2)
+    return out.reshape(batch, n_query_heads, n_queries, v.shape[-1]), mass
+
+
+def decay_weights(
+    n_queries: int, decay: float, lengths: Int32[mx.array, " B"] | None
+) -> Float32[mx.array, "_ N"]:
+    """decay^(n−1−i), 0 for padding. [1, N] without lengths."""
+    index = mx.arange(n_queries)
+    age = (n_queries if lengths is None else lengths[:, None]) - 1 - index
+    age = age if lengths is not None else age[None]
+    weights = mx.power(mx.array(decay, mx.float32), mx.maximum(age, 0).astype(mx.float32))
+    return mx.where(age >= 0, weights, 0.0)
+
+
+def _block_mask(
+    mask: mx.array | str | None, start: int, stop: int, shown: int
+) -> Bool[mx.array, "..."] | None:
+    """The mask of one block, shaped to broadcast over [B, H, G, block, shown]."""
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        # Row of query i: the chunk's rows end at ``shown`` for the block's last query.
+        own = mx.arange(shown - (stop - start), shown)
+        return mx.arange(shown) <= own[:, None]
+    return mask[:, :, None, start:stop]
+
+
+def _softmax(
+    logits: Float[mx.array, "B H G N C"],
+    mask: Bool[mx.array, "..."] | None,
+    sinks: Float[mx.array, " Hq"] | None,
+) -> Float32[mx.array, "B H G N C"]:
+    logits = logits.astype(mx.float32)
+    if mask is not None:
+        logits = mx.where(mask, logits, -mx.inf)
+    if sinks is None:
+        return mx.softmax(logits, axis=-1)
+    batch, n_heads, group, n_queries, _ = logits.shape
+    extra = mx.broadcast_to(
+        sinks.astype(mx.float32).reshape(1, n_heads, group, 1, 1), (batch, n_heads, group, n_queries, 1)
+    )
+    return mx.softmax(mx.concatenate([logits, extra], axis=-1), axis=-1)[..., :-1]

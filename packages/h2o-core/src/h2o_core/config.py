@@ -1,0 +1,92 @@
+"""What a user chooses. Plain Python: no arrays, no mlx."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Queries = Literal["true", "key"]
+Positions = Literal["original", "rolling"]
+
+
+@dataclass(frozen=True)
+class H2OConfig:
+    """Say how many tokens each KV head keeps, and by what rule.
+
+    Checked at construction, so that a cache never meets a setting it can't honour.
+
+    Args:
+        budget: Tokens kept per KV head, sinks and recent window included; at least 1.
+        n_sink: Leading positions that are never evicted; at least 0.
+        grace: Newest positions that are never evicted (the paper's recent window); at least 0.
+            ``n_sink + grace`` must be below ``budget``.
+        decay: Factor on every score per token seen, in (0, 1]; 1 is the paper's plain sum.
+        queries: Whose attention makes the mass: ``"true"`` the model's queries, ``"key"`` the
+            incoming key standing in for them, which needs no hook in the model.
+        positions: ``"original"`` keys keep the rotary position they arrived with; ``"rolling"`` the kept
+            rows of a head always sit at consecutive positions right before the next query.
+        evict_during_prefill: If False nothing is evicted, and the budget does not apply, until the
+            first call of one token has been attended to, as in the paper.
+
+    Raises:
+        TypeError: A value is of the wrong kind.
+        ValueError: A value is outside its range.
+
+    Source:
+        Zhang et al., H2O (arXiv 2306.14048), section 4; ``n_sink`` Xiao et al., StreamingLLM
+        (arXiv 2309.17453); ``grace`` and ``decay`` are additions of this project's seed.
+
+    >>> H2OConfig(budget=64).grace
+    16
+    >>> H2OConfig(budget=16)
+    Traceback (most recent call last):
+        ...
+    ValueError: n_sink + grace must be below budget, got n_sink=4, grace=16, budget=16: \
+raise budget above 20 or lower n_sink or grace
+    """
+
+    budget: int = 512
+    n_sink: int = 4
+    grace: int = 16
+    decay: float = 0.98
+    queries: Queries = "true"
+    positions: Positions = "original"
+    evict_during_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("budget", self.budget, least=1)
+        _check_count("n_sink", self.n_sink, least=0)
+        _check_count("grace", self.grace, least=0)
+        if self.n_sink + self.grace >= self.budget:
+            raise ValueError(
+                f"n_sink + grace must be below budget, got n_sink={self.n_sink}, grace={self.grace}, "
+                f"budget={self.budget}: raise budget above {self.n_sink + self.grace} "
+                "or lower n_sink or grace"
+            )
+        _check_decay(self.decay)
+        _check_choice("queries", self.queries, get_args(Queries))
+        _check_choice("positions", self.positions, get_args(Positions))
+        if not isinstance(self.evict_during_prefill, bool):
+            raise TypeError(f"evict_during_prefill must be True or False, got {self.evict_during_prefill!r}")
+
+
+# Above this, int32 positions and slot arithmetic could overflow.
+_LARGEST = 2**30
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer number of tokens, got {value!r}")
+    if not least <= value <= _LARGEST:
+        raise ValueError(f"{name} must be between {least} and {_LARGEST} tokens, got {value}")
+
+
+def _check_decay(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"decay must be a number in (0, 1], got {value!r}")
+    if not (math.isfinite(value) and 0 < value <= 1):
+        raise ValueError(f"decay must be in (0, 1], got {value}: 1 never forgets, smaller forgets faster")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,135 @@
+"""What every implementation must do: a float64 oracle, and how far from it a dtype may be.
+
+The oracle is written from the formulas, one token and one head at a time, in Python floats. It shares no
+code with the rest of the package. Back ends and adapters run it beside their own results.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from h2o_core.config import H2OConfig
+
+TOLERANCE: dict[mx.Dtype, float] = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+"""Largest difference in an output or a score, relative to 1 + its magnitude."""
+
+Vector = Sequence[float]
+
+
+@dataclass
+class Row:
+    """One kept token of one head."""
+
+    position: int
+    key: Vector
+    value: Vector
+    score: float = 0.0
+
+
+@dataclass
+class Head:
+    """One KV head of one sequence, naively: the oracle of state, attention, scoring and eviction."""
+
+    config: H2OConfig
+    scale: float
+    rows: list[Row] = field(default_factory=list)
+    seen: int = 0
+    evicted: list[Row] = field(default_factory=list)
+    holding: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holding = not self.config.evict_during_prefill
+
+    def call(
+        self,
+        queries: Sequence[Sequence[Vector]],
+        keys: Sequence[Vector],
+        values: Sequence[Vector],
+        sinks: Vector | None = None,
+    ) -> list[list[list[float]]]:
+        """Run one call of N tokens: admit, attend, observe, evict.
+
+        Args:
+            queries: [G][N][D].
+            keys: [N][D].
+            values: [N][Dv].
+            sinks: A sink logit per query head of the group, [G].
+
+        Returns:
+            Outputs, [G][N][Dv].
+        """
+        first, n_tokens = self.seen, len(keys)
+        for i in range(n_tokens):
+            self.rows.append(Row(first + i, keys[i], values[i]))
+        self.seen += n_tokens
+        outputs: list[list[list[float]]] = [[] for _ in queries]
+        for i in range(n_tokens):
+            shown = [row for row in self.rows if row.position <= first + i]
+            for row in self.rows:
+                row.score *= self.config.decay
+            for g, query in enumerate(queries):
+                p = self._probabilities(query[i], shown, None if sinks is None else sinks[g])
+                outputs[g].append(
+                    [
+                        math.fsum(w * row.value[d] for w, row in zip(p, shown, strict=True))
+                        for d in range(len(values[0]))
+                    ]
+                )
+                for w, row in zip(p, shown, strict=True):
+                    row.score += w / len(queries)
+        if n_tokens == 1:
+            self.holding = False
+        while not self.holding and len(self.rows) > self.config.budget:
+            self._evict_one()
+        return outputs
+
+    def _probabilities(self, query: Vector, rows: list[Row], sink: float | None) -> list[float]:
+        logits = [self.scale * math.fsum(a * b for a, b in zip(query, row.key, strict=True)) for row in rows]
+        top = max(logits if sink is None else [*logits, sink])
+        weights = [math.exp(x - top) for x in logits]
+        total = math.fsum(weights) + (0.0 if sink is None else math.exp(sink - top))
+        return [w / total for w in weights]
+
+    def _evict_one(self) -> None:
+        newest = self.seen - 1
+        open_rows = [
+            row
+            for row in self.rows
+            if row.position >= self.config.n_sink and row.position <= newest - self.config.grace
+        ]
+        victim = min(open_rows, key=lambda row: (math.isfinite(row.score), row.score, row.position))
+        self.rows.remove(victim)
+        self.evicted.append(victim)
+
+    def kept(self) -> list[int]:
+        """Positions held, ascending."""
+        return sorted(row.position for row in self.rows)
+
+
+def close(a: float, b: float, tolerance: float) -> bool:
+    """Compare two numbers by the rule of ``TOLERANCE``; two that are not finite are equal."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= tolerance * (1 + max(abs(a), abs(b)))
+
+
+def same_choice(kept: set[int], expected: set[int], scores: dict[int, float], tolerance: float) -> bool:
+    """Compare two kept sets of one head at the first step where they differ.
+
+    Two implementations in float32 sum in different orders, so they may choose either of two rows whose
+    scores all but tie. After such a step the comparison of that head ends.
+
+    Args:
+        kept: Positions that the implementation holds.
+        expected: Positions that the oracle holds.
+        scores: The oracle's score of every position held before the eviction.
+        tolerance: From ``TOLERANCE``.
+
+    Returns:
+        True if the sets are equal, or differ by rows whose scores are within the tolerance.
+    """
+    ours = sorted(scores[p] for p in kept - expected)
+    theirs = sorted(scores[p] for p in expected - kept)
+    return len(ours) == len(theirs) and all(close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))

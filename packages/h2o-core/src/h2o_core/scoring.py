@@ -1,0 +1,42 @@
+"""Mass into scores. Ranking and removal are eviction's."""
+
+import mlx.core as mx
+
+from h2o_core._shapes import Float32, Int32
+from h2o_core.config import H2OConfig
+from h2o_core.state import H2OState, occupied
+
+
+def observe(
+    config: H2OConfig,
+    state: H2OState,
+    mass: Float32[mx.array, "B H C"],
+    n_tokens: int,
+    lengths: Int32[mx.array, " B"] | None = None,
+) -> H2OState:
+    """Add the mass of a call to the scores.
+
+        scores ← scores · decay^n + mass
+
+    with n the sequence's real tokens in the call, so that one call of n tokens and n calls of one leave
+    the same scores. A new token's own probability counts: it does not start at 0.
+
+    Args:
+        config: Gives ``decay``.
+        state: The state after ``admit``.
+        mass: What ``attend`` returned, made with the same decay.
+        n_tokens: N, tokens of this call.
+        lengths: Real tokens per sequence, None if all N are.
+
+    Returns:
+        The state with new scores.
+
+    Source:
+        H2O (arXiv 2306.14048), Algorithm 1; the decay is an addition of this project's seed.
+    """
+    scores = state.scores
+    if config.decay < 1:
+        n = mx.array(n_tokens) if lengths is None else lengths[:, None, None]
+        scores = scores * mx.power(mx.array(config.decay, mx.float32), n.astype(mx.float32))
+    # Where, not a sum, for empty slots: their mass is 0, but 0 must stay 0 when a score is not finite.
+    return state._replace(scores=mx.where(occupied(state), scores + mass, 0.0))

@@ -1,0 +1,38 @@
+import math
+
+import pytest
+from h2o_core import H2OConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"budget": 0}, ValueError, "budget must be between 1 and .* got 0"),
+        ({"budget": 2.5}, TypeError, "budget must be an integer number of tokens, got 2.5"),
+        ({"budget": True}, TypeError, "budget must be an integer"),
+        ({"n_sink": -1}, ValueError, "n_sink must be between 0 and .* got -1"),
+        ({"grace": -1}, ValueError, "grace must be between 0 and .* got -1"),
+        ({"budget": 20}, ValueError, "n_sink=4, grace=16, budget=20: raise budget above 20"),
+        ({"decay": 0}, ValueError, r"decay must be in \(0, 1\], got 0"),
+        ({"decay": 1.01}, ValueError, r"decay must be in \(0, 1\], got 1.01"),
+        ({"decay": math.nan}, ValueError, r"decay must be in \(0, 1\], got nan"),
+        ({"decay": "1"}, TypeError, "decay must be a number"),
+        ({"queries": "both"}, ValueError, "queries must be one of 'true', 'key', got 'both'"),
+        ({"positions": "mixed"}, ValueError, "positions must be one of 'original', 'rolling', got 'mixed'"),
+        ({"evict_during_prefill": 1}, TypeError, "evict_during_prefill must be True or False, got 1"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_at_construction(values, error, message):
+    with pytest.raises(error, match=message):
+        H2OConfig(**values)
+
+
+def test_the_smallest_cache_keeps_one_token():
+    assert H2OConfig(budget=1, n_sink=0, grace=0).budget == 1
+
+
+def test_it_is_immutable_and_hashable():
+    config = H2OConfig()
+    with pytest.raises(AttributeError):
+        config.budget = 3
+    assert hash(config) == hash(H2OConfig())

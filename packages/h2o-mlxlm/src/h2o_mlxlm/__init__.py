@@ -1,0 +1,39 @@
+"""A bounded, heavy-hitter KV cache for mlx_lm.
+
+Names load when they are first used, so that the command line answers ``--help`` at once and ``load`` can
+find a fast BLAS before mlx does.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h2o_core import H2OConfig
+
+    from h2o_mlxlm.attention import scaled_dot_product_attention
+    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.integration import install, make_prompt_cache, uninstall
+
+_HOME = {
+    "H2OConfig": "h2o_core.config",
+    "H2OKVCache": "h2o_mlxlm.cache",
+    "install": "h2o_mlxlm.integration",
+    "make_prompt_cache": "h2o_mlxlm.integration",
+    "scaled_dot_product_attention": "h2o_mlxlm.attention",
+    "uninstall": "h2o_mlxlm.integration",
+}
+
+__all__ = [
+    "H2OConfig",
+    "H2OKVCache",
+    "install",
+    "make_prompt_cache",
+    "scaled_dot_product_attention",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

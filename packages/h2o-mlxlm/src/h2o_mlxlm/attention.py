@@ -1,0 +1,55 @@
+"""Attention with mlx_lm's signature, which hands the mass of our caches back to them."""
+
+from typing import Literal
+
+import mlx.core as mx
+from h2o_metal import attend
+from mlx_lm.models import base
+
+from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.masks import is_ours
+
+plain_attention = base.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: object,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend as mlx_lm does; for a cache of ours with ``queries="true"`` report the mass to it.
+
+    Args:
+        queries: [B, Hq, N, D].
+        keys: [B, H, M, D], from the cache's ``update_and_fetch``.
+        values: [B, H, M, Dv].
+        cache: Any mlx_lm cache, or None.
+        scale: Factor on the logits.
+        mask: For ours, what its ``make_mask`` returned.
+        sinks: Sink logits [Hq].
+
+    Returns:
+        [B, Hq, N, Dv].
+
+    Raises:
+        ValueError: A cache of ours is given a mask that it did not make.
+    """
+    if not isinstance(cache, H2OKVCache) or cache.config.queries == "key":
+        out: mx.array = plain_attention(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+        )
+        return out
+    if isinstance(mask, mx.array) and not is_ours(mask):
+        raise ValueError(
+            f"an H2O cache can't attend under a mask it did not make, got one of shape {mask.shape}: its "
+            "rows are not in the order the mask assumes; use mlx_lm's cache with this layer, or no mask"
+        )
+    # Every mask of ours says the same: all kept rows, then the chunk's own, causally.
+    causal: Literal["causal"] | None = "causal" if queries.shape[2] > 1 else None
+    out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
+    cache.observe(mass)
+    return out

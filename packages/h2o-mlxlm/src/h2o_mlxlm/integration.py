@@ -1,0 +1,197 @@
+"""Bounded caches for a loaded model: composes core, rope, the cache and the attention hook."""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import mlx.nn as nn
+from h2o_core import H2OConfig
+from h2o_rope import Rotation, rotation_of
+from mlx_lm.models import base
+from mlx_lm.models import cache as mlx_lm_cache
+
+from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
+from h2o_mlxlm.cache import H2OKVCache
+
+# Models that use a cache's offset for more than the rotary position: learned positions, query scaling.
+OFFSET_MATTERS = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+
+
+def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False) -> list[Any]:
+    """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
+
+    Layers that attend to everything get an ``H2OKVCache``; layers with a sliding window keep mlx_lm's
+    rotating cache, which is bounded already. The attention hook is placed in the model's modules, once and
+    for good; it concerns H2O caches alone.
+
+    Args:
+        model: A model that ``mlx_lm.load`` or ``h2o_mlxlm.load`` returned.
+        config: What each layer keeps.
+        partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
+
+    Returns:
+        The list that ``prompt_cache=`` takes.
+
+    Raises:
+        ValueError: This model, or one of its layers, can't do what the configuration asks; it says why
+            and what can.
+    """
+    own = _own_caches(model)
+    ours = [type(c) is mlx_lm_cache.KVCache for c in own]
+    _check_layers(model, own, ours, partial)
+    if config.queries == "true":
+        _place_hook(model)
+    layers = _layers_of(model, own)
+    return [
+        _cache_for(model, layer, config) if mine else other
+        for layer, mine, other in zip(layers, ours, own, strict=True)
+    ]
+
+
+def install(model: nn.Module, config: H2OConfig, partial: bool = False) -> None:
+    """Make every generation, chat and server request on this model use fresh H2O caches.
+
+    Sets ``model.make_cache``, which mlx_lm asks for the caches of each generation.
+
+    Args:
+        model: The model.
+        config: What each layer keeps.
+        partial: See ``make_prompt_cache``.
+
+    Raises:
+        ValueError: See ``make_prompt_cache``; raised here, not at the first token.
+    """
+    uninstall(model)
+    make_prompt_cache(model, config, partial)
+    model.make_cache = _MakeCache(model, config, partial, vars(model).get("make_cache"))
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give the model its own ``make_cache`` back. Does nothing if none of ours is installed."""
+    installed = vars(model).get("make_cache")
+    if isinstance(installed, _MakeCache):
+        del model.make_cache
+        if installed.previous is not None:
+            model.make_cache = installed.previous
+
+
+class _MakeCache:
+    """What ``install`` sets: a function of nothing, as mlx_lm calls it."""
+
+    def __init__(
+        self, model: nn.Module, config: H2OConfig, partial: bool, previous: Callable[..., Any] | None
+    ) -> None:
+        self.model, self.config, self.partial, self.previous = model, config, partial, previous
+
+    def __call__(self) -> list[Any]:
+        return make_prompt_cache(self.model, self.config, self.partial)
+
+
+def _own_caches(model: nn.Module) -> list[Any]:
+    """The caches that the model itself asks for."""
+    installed = vars(model).get("make_cache")
+    if isinstance(installed, _MakeCache):
+        uninstall(model)
+        try:
+            return list(mlx_lm_cache.make_prompt_cache(model))
+        finally:
+            model.make_cache = installed
+    return list(mlx_lm_cache.make_prompt_cache(model))
+
+
+def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: bool) -> None:
+    latent = [m for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")]
+    if latent:
+        raise ValueError(
+            f"{_name(model)} keeps latent keys ({type(latent[0]).__name__}, kv_lora_rank), whose attention "
+            "an H2O cache can't see: use mlx_lm's own cache with this model"
+        )
+    if not any(ours):
+        raise ValueError(
+            f"no layer of {_name(model)} has a full attention cache to bound, got "
+            f"{', '.join(sorted({type(c).__name__ for c in own}))}: use mlx_lm's own cache with this model"
+        )
+    others = {
+        type(c).__name__
+        for c, mine in zip(own, ours, strict=True)
+        if not mine and not isinstance(c, mlx_lm_cache.RotatingKVCache)
+    }
+    if others and not partial:
+        raise ValueError(
+            f"some layers of {_name(model)} keep {', '.join(sorted(others))}, which H2O can't bound: "
+            "pass partial=True to bound the other layers and leave these as they are"
+        )
+
+
+def _layers_of(model: nn.Module, own: list[Any]) -> list[nn.Module | None]:
+    """The layer that owns each cache; None where caches and layers don't pair up by place."""
+    layers = list(model.layers)
+    # Shared KV layers have no cache of their own and come last, so the first ones pair up.
+    return layers[: len(own)] if len(own) <= len(layers) else [None] * len(own)
+
+
+def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig) -> H2OKVCache:
+    rotation = _rotation_for(model, layer) if config.positions == "rolling" else None
+    return H2OKVCache(config, _scale_of(layer), rotation)
+
+
+def _rotation_for(model: nn.Module, layer: nn.Module | None) -> Rotation:
+    if model_family(model) in OFFSET_MATTERS:
+        raise ValueError(
+            f'positions="rolling" can\'t be used with {_name(model)}, which uses the position for more than '
+            'rotation: use positions="original"'
+        )
+    ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
+    if len(ropes) != 1:
+        raise ValueError(
+            f'positions="rolling" needs the one rotary embedding of each layer, found {len(ropes)} in a '
+            f'layer of {_name(model)}: use positions="original"'
+        )
+    return rotation_of(ropes[0])
+
+
+def _is_rope(name: str, module: nn.Module) -> bool:
+    last = name.rsplit(".", 1)[-1]
+    return last.startswith(("rope", "rotary")) or "rope" in type(module).__name__.lower()
+
+
+def _scale_of(layer: nn.Module | None) -> float | None:
+    """The factor on the logits that a layer's attention uses, where it says so."""
+    for _, module in [] if layer is None else layer.named_modules():
+        scale = getattr(module, "scale", None)
+        if isinstance(scale, float) and not _is_rope("", module):
+            return scale
+    return None
+
+
+def _place_hook(model: nn.Module) -> None:
+    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it."""
+    placed = False
+    for module in _source_modules(model):
+        for name, value in list(vars(module).items()):
+            if value is plain_attention:
+                setattr(module, name, scaled_dot_product_attention)
+            placed = placed or value is plain_attention or value is scaled_dot_product_attention
+    if not placed:
+        raise ValueError(
+            f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
+            'attention: use H2OConfig(queries="key")'
+        )
+
+
+def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The Python modules that define the classes of the model's modules, mlx's own left out."""
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    for name in sorted(names - {base.__name__}):
+        if not name.startswith("mlx.") and name in sys.modules:
+            yield sys.modules[name]
+
+
+def model_family(model: nn.Module) -> str:
+    """Name the file of mlx_lm that defines the model."""
+    return type(model).__module__.rsplit(".", 1)[-1]
+
+
+def _name(model: nn.Module) -> str:
+    return str(getattr(model, "model_type", model_family(model)))
