@@ -5,9 +5,7 @@ import importlib.util
 from jaxtyping import install_import_hook
 
 if importlib.util.find_spec("h2o_mlxlm"):
-    from h2o_mlxlm.blas import load_openblas
-
-    load_openblas()
+    import h2o_mlxlm  # noqa: F401
 
 # Not the modules that a user's values enter by: they answer bad input with errors of their own.
 INNER = ("h2o_core.state", "h2o_core.attention", "h2o_core.scoring", "h2o_core.eviction", "h2o_rope.rotation")

@@ -70,14 +70,10 @@ class Cache:
         self.n_rows += n
         narrow = self.state.positions.shape[-1] <= self.config.budget + 1
         if n == 1 and narrow and not split and not self.holding:
-            out, self.state, _ = decode_step(
-                self.config, self.state, q, self.k, self.v, self.scale, sinks=sinks
-            )
+            out, self.state, _ = decode_step(self.config, self.state, q, self.k, self.v, self.scale, sinks=sinks)
             self.n_rows = min(self.n_rows, self.config.budget)
             return out
-        out, mass = attend(
-            q, self.k, self.v, self.scale, self.config.decay, visible(self.state, n), sinks=sinks
-        )
+        out, mass = attend(q, self.k, self.v, self.scale, self.config.decay, visible(self.state, n), sinks=sinks)
         self.state = observe(self.config, self.state, mass, n)
         self.holding = self.holding and n > 1
         if self.n_rows > self.config.budget and not self.holding:
@@ -133,9 +129,7 @@ def random_call(key, batch, n_heads, group, n, width, value_width, dtype):
     with_sinks=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_every_call_does_what_the_oracle_does(
-    config, dtype, batch, n_heads, group, widths, calls, with_sinks, seed
-):
+def test_every_call_does_what_the_oracle_does(config, dtype, batch, n_heads, group, widths, calls, with_sinks, seed):
     key = mx.random.key(seed)
     scale, tolerance = widths[0] ** -0.5, TOLERANCE[dtype]
     cache = Cache(config, batch, n_heads, *widths, scale, dtype)
@@ -151,9 +145,7 @@ def test_every_call_does_what_the_oracle_does(
         for (b, h), oracle in list(oracles.items()):
             gs = range(h * group, (h + 1) * group)
             gone_before = len(oracle.evicted)
-            expected = oracle.call(
-                [q[b][g] for g in gs], k[b][h], v[b][h], logits and [logits[g] for g in gs]
-            )
+            expected = oracle.call([q[b][g] for g in gs], k[b][h], v[b][h], logits and [logits[g] for g in gs])
             for g, rows in zip(gs, expected, strict=True):
                 for ours, theirs in zip(out[b][g], rows, strict=True):
                     assert all(close(x, y, tolerance) for x, y in zip(ours, theirs, strict=True))
@@ -170,9 +162,7 @@ def test_every_call_does_what_the_oracle_does(
 
 
 def state_of(scores, positions, seen):
-    return H2OState(
-        mx.array([[scores]], mx.float32), mx.array([[positions]], mx.int32), mx.array([seen], mx.int32)
-    )
+    return H2OState(mx.array([[scores]], mx.float32), mx.array([[positions]], mx.int32), mx.array([seen], mx.int32))
 
 
 SCORES = st.one_of(st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf]), st.floats(0, 4, width=32))
@@ -187,8 +177,7 @@ def test_selection_is_the_lowest_going_one_by_one(config, more, data):
     state = state_of(scores, positions, n)
 
     score_of = {
-        p: (math.isfinite(s), s if math.isfinite(s) else 0.0, p)
-        for p, s in zip(positions, scores, strict=True)
+        p: (math.isfinite(s), s if math.isfinite(s) else 0.0, p) for p, s in zip(positions, scores, strict=True)
     }
     expected = set(positions)
     for _ in range(more):

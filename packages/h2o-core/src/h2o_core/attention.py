@@ -70,9 +70,7 @@ def attend(
     return out.reshape(batch, n_query_heads, n_queries, v.shape[-1]), mass
 
 
-def decay_weights(
-    n_queries: int, decay: float, lengths: Int32[mx.array, " B"] | None
-) -> Float32[mx.array, "_ N"]:
+def decay_weights(n_queries: int, decay: float, lengths: Int32[mx.array, " B"] | None) -> Float32[mx.array, "_ N"]:
     """decay^(n−1−i), 0 for padding. [1, N] without lengths."""
     index = mx.arange(n_queries)
     age = (n_queries if lengths is None else lengths[:, None]) - 1 - index
@@ -81,9 +79,7 @@ def decay_weights(
     return mx.where(age >= 0, weights, 0.0)
 
 
-def _block_mask(
-    mask: mx.array | str | None, start: int, stop: int, shown: int
-) -> Bool[mx.array, "..."] | None:
+def _block_mask(mask: mx.array | str | None, start: int, stop: int, shown: int) -> Bool[mx.array, "..."] | None:
     """The mask of one block, shaped to broadcast over [B, H, G, block, shown]."""
     if mask is None:
         return None

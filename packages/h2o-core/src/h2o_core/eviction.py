@@ -42,9 +42,7 @@ def release(config: H2OConfig, state: H2OState, slots: Integer[mx.array, "B H 1"
     """Empty the given slots of the heads that hold more than ``budget`` tokens."""
     over = occupied(state).sum(axis=-1, keepdims=True) > config.budget
     gone = over & (mx.arange(state.positions.shape[-1]) == slots)
-    return state._replace(
-        scores=mx.where(gone, 0.0, state.scores), positions=mx.where(gone, EMPTY, state.positions)
-    )
+    return state._replace(scores=mx.where(gone, 0.0, state.scores), positions=mx.where(gone, EMPTY, state.positions))
 
 
 def survivors(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H K"]:

@@ -125,9 +125,7 @@ def admit(
     )
 
 
-def visible(
-    state: H2OState, n_tokens: int, lengths: Int32[mx.array, " B"] | None = None
-) -> Bool[mx.array, "B H N C"]:
+def visible(state: H2OState, n_tokens: int, lengths: Int32[mx.array, " B"] | None = None) -> Bool[mx.array, "B H N C"]:
     """Say which slots each query of the call may attend to: those of tokens no later than itself.
 
     Args:

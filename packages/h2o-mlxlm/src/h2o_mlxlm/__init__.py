@@ -1,23 +1,33 @@
 """A bounded, heavy-hitter KV cache for mlx_lm.
 
-Names load when they are first used, so that the command line answers ``--help`` at once and ``load`` can
-find a fast BLAS before mlx does.
+Importing it loads OpenBLAS on Linux, if there is one: mlx's CPU back end multiplies with it, but only if it
+is there first. Names load when they are first used, so that the command line answers ``--help`` at once.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from h2o_mlxlm.blas import load_openblas
 
 if TYPE_CHECKING:
     from h2o_core import H2OConfig
 
     from h2o_mlxlm.attention import scaled_dot_product_attention
     from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory
     from h2o_mlxlm.integration import install, make_prompt_cache, uninstall
+    from h2o_mlxlm.models import load
+
+load_openblas()
 
 _HOME = {
     "H2OConfig": "h2o_core.config",
     "H2OKVCache": "h2o_mlxlm.cache",
+    "KVCacheBuilder": "h2o_mlxlm.compat",
+    "KVCacheConfig": "h2o_mlxlm.compat",
+    "KVCacheFactory": "h2o_mlxlm.compat",
     "install": "h2o_mlxlm.integration",
+    "load": "h2o_mlxlm.models",
     "make_prompt_cache": "h2o_mlxlm.integration",
     "scaled_dot_product_attention": "h2o_mlxlm.attention",
     "uninstall": "h2o_mlxlm.integration",
@@ -26,7 +36,11 @@ _HOME = {
 __all__ = [
     "H2OConfig",
     "H2OKVCache",
+    "KVCacheBuilder",
+    "KVCacheConfig",
+    "KVCacheFactory",
     "install",
+    "load",
     "make_prompt_cache",
     "scaled_dot_product_attention",
     "uninstall",

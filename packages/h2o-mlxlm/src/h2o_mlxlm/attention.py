@@ -39,9 +39,7 @@ def scaled_dot_product_attention(
         ValueError: A cache of ours is given a mask that it did not make.
     """
     if not isinstance(cache, H2OKVCache) or cache.config.queries == "key":
-        out: mx.array = plain_attention(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
-        )
+        out: mx.array = plain_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return out
     if isinstance(mask, mx.array) and not is_ours(mask):
         raise ValueError(

@@ -37,9 +37,7 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
         ValueError: ``positions="rolling"`` without a rotation.
     """
 
-    def __init__(
-        self, config: H2OConfig, scale: float | None = None, rotation: Rotation | None = None
-    ) -> None:
+    def __init__(self, config: H2OConfig, scale: float | None = None, rotation: Rotation | None = None) -> None:
         if config.positions == "rolling" and rotation is None:
             raise ValueError(
                 'positions="rolling" needs the rotation of the model\'s keys, got rotation=None: '
@@ -119,9 +117,7 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
         """
         self._mass = mass if self._mass is None else self._mass + mass
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Make the mask of the next call, as mlx_lm's caches do.
 
         Raises:
@@ -209,7 +205,7 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
             was, now = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
             if was != now or old.dtype != new.dtype:
                 raise ValueError(
-                    f"{name} of one cache keep their batch, heads, width and dtype: it holds {was} {old.dtype}, "
+                    f"{name} of one cache keep batch, heads, width and dtype: it holds {was} {old.dtype}, "
                     f"the call brings {now} {new.dtype}; make a fresh cache with make_prompt_cache"
                 )
 

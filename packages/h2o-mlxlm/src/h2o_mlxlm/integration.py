@@ -79,9 +79,7 @@ def uninstall(model: nn.Module) -> None:
 class _MakeCache:
     """What ``install`` sets: a function of nothing, as mlx_lm calls it."""
 
-    def __init__(
-        self, model: nn.Module, config: H2OConfig, partial: bool, previous: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: H2OConfig, partial: bool, previous: Callable[..., Any] | None) -> None:
         self.model, self.config, self.partial, self.previous = model, config, partial, previous
 
     def __call__(self) -> list[Any]:

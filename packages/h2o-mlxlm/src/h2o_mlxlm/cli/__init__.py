@@ -1,0 +1,32 @@
+"""The command line: ``h2o-mlxlm COMMAND``, with mlx_lm's flags and ours."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from h2o_mlxlm.cli import generate
+from h2o_mlxlm.cli.flags import Parser
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments; None for the process's own.
+
+    Returns:
+        0, or 2 after one line on standard error if the input was bad.
+    """
+    parser = Parser(prog="h2o-mlxlm", description="Generate text with a bounded, heavy-hitter KV cache.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    generate.add_to(commands)
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
+    try:
+        return int(args.run(args))
+    except (ValueError, OSError) as error:
+        print(f"h2o-mlxlm: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2

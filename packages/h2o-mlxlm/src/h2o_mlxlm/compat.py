@@ -1,0 +1,92 @@
+"""The names of the design this project began from, for code that was written against them.
+
+``method="h2o"`` is all they select. The README maps each name to ours.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.nn as nn
+from h2o_core import H2OConfig
+
+from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.integration import make_prompt_cache
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Name a method and its settings.
+
+    Args:
+        method: ``"h2o"``.
+        head_dim: Key width D of the model, checked against it.
+        h2o_budget: ``H2OConfig.budget``.
+        h2o_n_sink: ``H2OConfig.n_sink``.
+        h2o_grace: ``H2OConfig.grace``.
+        h2o_decay: ``H2OConfig.decay``.
+        h2o_queries: ``H2OConfig.queries``; None is ``"true"`` in ``KVCacheBuilder``, which sees the model,
+            and ``"key"`` in ``KVCacheFactory``, which does not.
+
+    Raises:
+        ValueError: A value is outside its range.
+    """
+
+    method: str = "h2o"
+    head_dim: int = 128
+    h2o_budget: int = 512
+    h2o_n_sink: int = 4
+    h2o_grace: int = 16
+    h2o_decay: float = 0.98
+    h2o_queries: Literal["true", "key"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.method != "h2o":
+            raise ValueError(f"method must be 'h2o', got {self.method!r}")
+        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:
+            raise ValueError(f"head_dim must be a positive integer, got {self.head_dim!r}")
+        self.ours("true")
+
+    def ours(self, default: Literal["true", "key"]) -> H2OConfig:
+        """Return the same settings as an ``H2OConfig``."""
+        return H2OConfig(
+            budget=self.h2o_budget,
+            n_sink=self.h2o_n_sink,
+            grace=self.h2o_grace,
+            decay=self.h2o_decay,
+            queries=self.h2o_queries or default,
+        )
+
+
+class KVCacheFactory:
+    """Make one layer's cache without a model."""
+
+    @staticmethod
+    def create(config: KVCacheConfig) -> H2OKVCache:
+        """Make a cache that scores by its own keys, unless ``h2o_queries="true"`` says otherwise."""
+        return H2OKVCache(config.ours("key"), config.head_dim**-0.5)
+
+
+class KVCacheBuilder:
+    """Make every layer's cache for a model."""
+
+    @staticmethod
+    def for_model(model: nn.Module, config: KVCacheConfig) -> list[Any]:
+        """Make fresh caches, as ``make_prompt_cache`` does, scored by the model's own queries.
+
+        Raises:
+            ValueError: ``head_dim`` is not the model's, or the model can't have the cache.
+        """
+        width = _head_dim(model)
+        if width is not None and width != config.head_dim:
+            raise ValueError(f"head_dim must be the model's own {width}, got {config.head_dim}: set head_dim={width}")
+        return make_prompt_cache(model, config.ours("true"))
+
+
+def _head_dim(model: nn.Module) -> int | None:
+    """The key width that a model's arguments state, None if they don't."""
+    args = getattr(model, "args", None)
+    stated = getattr(args, "head_dim", None)
+    heads, hidden = getattr(args, "num_attention_heads", None), getattr(args, "hidden_size", None)
+    if isinstance(stated, int):
+        return stated
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None
