@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from h2o_core import H2OConfig
 
 

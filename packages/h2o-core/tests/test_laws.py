@@ -4,6 +4,9 @@ import math
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from h2o_core import (
     H2OConfig,
     H2OState,
@@ -23,8 +26,6 @@ from h2o_core import (
     visible,
 )
 from h2o_core.conformance import TOLERANCE, Head, close, same_choice
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

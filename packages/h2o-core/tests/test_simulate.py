@@ -2,10 +2,11 @@ import math
 
 import mlx.core as mx
 import pytest
-from h2o_core import H2OConfig, simulate
-from h2o_core.conformance import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from h2o_core import H2OConfig, simulate
+from h2o_core.conformance import close
 
 
 def naive(rows, config, prompt_len):

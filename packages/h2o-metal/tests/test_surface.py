@@ -2,9 +2,10 @@
 
 import inspect
 
+import pytest
+
 import h2o_core
 import h2o_metal
-import pytest
 
 
 @pytest.mark.parametrize("name", h2o_metal.__all__)

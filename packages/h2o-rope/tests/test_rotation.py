@@ -3,8 +3,9 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from h2o_rope import derotate, rerotate, rotate, rotation_of
 from mlx_lm.models.rope_utils import initialize_rope
+
+from h2o_rope import derotate, rerotate, rotate, rotation_of
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -27,8 +27,8 @@ def attend(
         mass[b,h,c] = Σ_i decay^(n−1−i) · mean_g p[b,h,g,i,c]
 
     with n the real queries of the sequence and g over the query heads of KV head h. With decay 1 and no
-    sink logits each query adds exactly 1 to its head. Probabilities are float32 whatever the dtype: in
-    float16 a sum of them stops growing at 2,048. Queries go in blocks, and what lies above the diagonal
+    sink logits each query adds exactly 1 to its head. All arithmetic is float32 whatever the dtype: in
+    float16 a sum of probabilities stops growing at 2,048, and a CPU multiplies float32 faster. Queries go in blocks, and what lies above the diagonal
     is never computed.
 
     Args:
@@ -50,8 +50,9 @@ def attend(
     """
     batch, n_query_heads, n_queries, _ = q.shape
     n_heads, n_rows = k.shape[1], k.shape[2]
-    grouped = (q * scale).reshape(batch, n_heads, -1, n_queries, q.shape[-1])
-    keys = k[:, :, None].swapaxes(-1, -2)
+    grouped = (q.astype(mx.float32) * scale).reshape(batch, n_heads, -1, n_queries, q.shape[-1])
+    keys = k.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
+    values = v.astype(mx.float32)[:, :, None]
     weights = decay_weights(n_queries, decay, lengths) * (n_heads / n_query_heads)
     block = max(1, BLOCK_ELEMENTS // (batch * n_query_heads * n_rows))
     mass = mx.zeros((batch, n_heads, n_rows), mx.float32)
@@ -63,7 +64,7 @@ def attend(
         shown = n_rows - unseen
         logits = grouped[..., start:stop, :] @ keys[..., :shown]
         p = _softmax(logits, _block_mask(mask, start, stop, shown), sinks)
-        outs.append(p.astype(v.dtype) @ v[:, :, None, :shown])
+        outs.append((p @ values[..., :shown, :]).astype(v.dtype))
         received = (weights[:, None, None, None, start:stop] @ p).sum(axis=(2, 3))
         mass = mass + mx.pad(received, [(0, 0), (0, 0), (0, unseen)])
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=-2)
@@ -91,11 +92,10 @@ def _block_mask(mask: mx.array | str | None, start: int, stop: int, shown: int) 
 
 
 def _softmax(
-    logits: Float[mx.array, "B H G N C"],
+    logits: Float32[mx.array, "B H G N C"],
     mask: Bool[mx.array, "..."] | None,
     sinks: Float[mx.array, " Hq"] | None,
 ) -> Float32[mx.array, "B H G N C"]:
-    logits = logits.astype(mx.float32)
     if mask is not None:
         logits = mx.where(mask, logits, -mx.inf)
     if sinks is None:

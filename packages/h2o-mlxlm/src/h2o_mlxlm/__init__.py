@@ -11,7 +11,6 @@ from h2o_mlxlm.blas import load_openblas
 
 if TYPE_CHECKING:
     from h2o_core import H2OConfig
-
     from h2o_mlxlm.attention import scaled_dot_product_attention
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory

@@ -3,9 +3,9 @@
 from typing import Literal
 
 import mlx.core as mx
-from h2o_metal import attend
 from mlx_lm.models import base
 
+from h2o_metal import attend
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.masks import is_ours
 

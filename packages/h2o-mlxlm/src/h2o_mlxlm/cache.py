@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any, Literal, NoReturn
 
 import mlx.core as mx
-from h2o_core import H2OConfig, H2OState, admit, grow, init, observe, pack, release, take
-from h2o_metal import attend, evict, victims
-from h2o_rope import Rotation, derotate, rotate
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
+from h2o_core import H2OConfig, H2OState, admit, grow, init, observe, pack, release, take
+from h2o_metal import attend, evict, victims
 from h2o_mlxlm.masks import remember
+from h2o_rope import Rotation, derotate, rotate
 
 STEP = 256
 """Slots added at a time below the budget, as mlx_lm's own cache does."""

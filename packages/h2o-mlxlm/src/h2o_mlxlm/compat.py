@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.nn as nn
-from h2o_core import H2OConfig
 
+from h2o_core import H2OConfig
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.integration import make_prompt_cache
 

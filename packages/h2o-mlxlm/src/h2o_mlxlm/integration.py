@@ -6,16 +6,32 @@ from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
-from h2o_core import H2OConfig
-from h2o_rope import Rotation, rotation_of
-from mlx_lm.models import base
+from mlx_lm.models import base, mla
 from mlx_lm.models import cache as mlx_lm_cache
 
+from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.cache import H2OKVCache
+from h2o_rope import Rotation, rotation_of
 
-# Models that use a cache's offset for more than the rotary position: learned positions, query scaling.
-OFFSET_MATTERS = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+# Models that take a row's place in the cache for its position, with any configuration.
+PLACE_MATTERS = ("afm7", "phi3small")
+
+# Models whose cached keys are not just keys rotated at the layer's own offset, and what they are instead.
+NO_ROLLING = {
+    "bailing_moe_linear": "rotates in its linear layers by the same offset",
+    "cohere2": "does not rotate the keys of these layers",
+    "deepseek_v2": "rotates only the last part of a key",
+    "gemma3n": "rotates every layer by the first one's offset",
+    "gpt2": "has learned positions",
+    "gpt_bigcode": "has learned positions",
+    "hunyuan": "scales keys after their rotation",
+    "hunyuan_v1_dense": "scales keys after their rotation",
+    "llama4": "scales queries by their position",
+    "ministral3": "scales queries by their position",
+    "minicpm3": "rotates only the last part of a key",
+    "youtu_llm": "rotates only the last part of a key",
+}
 
 
 def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False) -> list[Any]:
@@ -99,11 +115,16 @@ def _own_caches(model: nn.Module) -> list[Any]:
 
 
 def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: bool) -> None:
-    latent = [m for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")]
-    if latent:
+    # Models with kv_lora_rank that multiply it out before the cache keep whole keys, and work.
+    if any(type(m).__module__ == mla.__name__ for _, m in model.named_modules()):
         raise ValueError(
-            f"{_name(model)} keeps latent keys ({type(latent[0]).__name__}, kv_lora_rank), whose attention "
-            "an H2O cache can't see: use mlx_lm's own cache with this model"
+            f"{_name(model)} keeps latent keys (kv_lora_rank), whose attention an H2O cache can't see: "
+            "use mlx_lm's own cache with this model"
+        )
+    if not _families(model).isdisjoint(PLACE_MATTERS):
+        raise ValueError(
+            f"{_name(model)} takes a row's place in the cache for its position, which evictions change: "
+            "use mlx_lm's own cache with this model"
         )
     if not any(ours):
         raise ValueError(
@@ -135,10 +156,10 @@ def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig) -> 
 
 
 def _rotation_for(model: nn.Module, layer: nn.Module | None) -> Rotation:
-    if model_family(model) in OFFSET_MATTERS:
+    for family in _families(model) & NO_ROLLING.keys():
         raise ValueError(
-            f'positions="rolling" can\'t be used with {_name(model)}, which uses the position for more than '
-            'rotation: use positions="original"'
+            f'positions="rolling" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
+            'use positions="original"'
         )
     ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
     if len(ropes) != 1:
@@ -171,7 +192,9 @@ def _place_hook(model: nn.Module) -> None:
             if value is plain_attention:
                 setattr(module, name, scaled_dot_product_attention)
             placed = placed or value is plain_attention or value is scaled_dot_product_attention
-    if not placed:
+    # Gear's file has mlx_lm's attention too, but capped logits go through another.
+    capped = any(getattr(m, "attn_logit_softcapping", None) for _, m in model.named_modules())
+    if capped or not placed:
         raise ValueError(
             f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
             'attention: use H2OConfig(queries="key")'
@@ -189,6 +212,11 @@ def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
 def model_family(model: nn.Module) -> str:
     """Name the file of mlx_lm that defines the model."""
     return type(model).__module__.rsplit(".", 1)[-1]
+
+
+def _families(model: nn.Module) -> set[str]:
+    """Name the files that define the model's modules: a model may wrap that of another file."""
+    return {model_family(module) for _, module in model.named_modules()}
 
 
 def _name(model: nn.Module) -> str:

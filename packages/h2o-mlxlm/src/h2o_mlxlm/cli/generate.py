@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from h2o_core import H2OConfig
-
 from h2o_mlxlm.cli import flags
 
 _INFINITY = float("inf")

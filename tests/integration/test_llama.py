@@ -1,0 +1,137 @@
+"""The real Llama model: coherent text, the full cache's text, and loss between full and recency."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm import generate
+from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as plain_cache
+
+from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
+
+from .conftest import texts
+
+# Of equal length in tokens, so that they run as rows of one batch.
+PROMPTS = [
+    "Explain photosynthesis, step by step, and where each step occurs in the cell.",
+    "Explain how a bill becomes a law in the United States, stage by stage.",
+    "Write a short story about a sailor who finds a hidden island and its people.",
+]
+
+
+def prompts(tokenizer):
+    rows = [
+        tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in PROMPTS
+    ]
+    assert len({len(row) for row in rows}) == 1
+    return mx.array(rows)
+
+
+def greedy(llama, caches, n_tokens):
+    """Greedy text of each row, the end of the text suppressed: [B][n_tokens]."""
+    tokens = prompts(llama.tokenizer)
+    never = mx.array([sorted(llama.tokenizer.eos_token_ids)])
+    steps = []
+    for _ in range(n_tokens):
+        logits = llama.model(tokens, cache=caches)[:, -1]
+        logits = mx.put_along_axis(logits, mx.broadcast_to(never, (len(logits), never.size)), mx.array(-mx.inf), -1)
+        tokens = mx.argmax(logits, axis=-1, keepdims=True)
+        mx.async_eval(tokens)
+        steps.append(tokens)
+    return mx.concatenate(steps, axis=1).tolist()
+
+
+def least_variety(row, window=100, n=4):
+    """The smallest share of distinct n-grams over all windows of the text."""
+    shares = []
+    for start in range(len(row) - window + 1):
+        grams = [tuple(row[i : i + n]) for i in range(start, start + window - n + 1)]
+        shares.append(len(set(grams)) / len(grams))
+    return min(shares)
+
+
+class MixedPositions(H2OKVCache):
+    """The seed's fault, as an oracle: keys at cache ranks, the query at the absolute step."""
+
+    def update_and_fetch(self, keys, values):
+        shown = super().update_and_fetch(keys, values)
+        self.offset = self._seen
+        return shown
+
+
+def mixed(model, config):
+    caches = make_prompt_cache(model, H2OConfig(**{**vars(config), "positions": "rolling"}))
+    return [MixedPositions(c.config, c.scale, c.rotation) for c in caches]
+
+
+@pytest.mark.parametrize("way", ["full", "original", "rolling", "mixed"])
+def test_text_stays_coherent_far_past_the_budget(llama, way):
+    config = H2OConfig(budget=64, positions="rolling" if way == "rolling" else "original")
+    caches = {
+        "full": lambda: plain_cache(llama.model),
+        "mixed": lambda: mixed(llama.model, config),
+    }.get(way, lambda: make_prompt_cache(llama.model, config))()
+    rows = greedy(llama, caches, 300)
+    variety = [round(least_variety(row), 2) for row in rows]
+    print(way, variety)
+    for row in rows:
+        print(llama.tokenizer.decode(row), "\n---")
+    if way != "full":
+        assert all(c.tokens_kept == 64 and c.evictions == c.tokens_seen - 64 > 200 for c in caches)
+    # What the measure is for: with mixed positions the same scorer's text falls apart.
+    if way == "mixed":
+        assert max(variety) < 0.5
+    else:
+        assert min(variety) >= 0.5
+
+
+@pytest.mark.parametrize("config", [H2OConfig(budget=1024), H2OConfig(budget=1024, positions="rolling")], ids=str)
+def test_with_room_for_all_the_text_is_mlx_lms_own(llama, config):
+    row = prompts(llama.tokenizer)[0].tolist()
+    expected = generate(llama.model, llama.tokenizer, row, max_tokens=200)
+    install(llama.model, config)
+    try:
+        assert generate(llama.model, llama.tokenizer, row, max_tokens=200) == expected
+    finally:
+        uninstall(llama.model)
+
+
+CONTEXT, SCORED = 1024, 512
+
+
+def windows(tokenizer):
+    rows = [tokenizer.encode(text)[: CONTEXT + SCORED + 1] for text in texts().values()]
+    assert {len(row) for row in rows} == {CONTEXT + SCORED + 1}
+    return mx.array(rows)
+
+
+def losses(llama, caches, one_by_one=True):
+    """Mean loss of the scored tokens of each text, in nats, fed one token per call."""
+    rows = windows(llama.tokenizer)
+    for start in range(0, CONTEXT, 512):
+        llama.model(rows[:, start : start + 512], cache=caches)
+        mx.eval([c.state for c in caches])
+    step, lost = (1 if one_by_one else SCORED), []
+    for start in range(CONTEXT, CONTEXT + SCORED, step):
+        logits = llama.model(rows[:, start : start + step], cache=caches)
+        target = rows[:, start + 1 : start + step + 1, None]
+        lost.append(mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target, -1)[..., 0])
+        mx.eval(lost[-1])
+    return mx.concatenate(lost, axis=1).mean(axis=1)
+
+
+@pytest.fixture(scope="module")
+def full_losses(llama):
+    # Nothing is ever evicted, so one call for all scored tokens gives what one token per call does.
+    return losses(llama, plain_cache(llama.model), one_by_one=False)
+
+
+@pytest.mark.parametrize("budget", [64, 128, 256])
+def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses, budget):
+    caches = make_prompt_cache(llama.model, H2OConfig(budget=budget))
+    ours = losses(llama, caches) - full_losses
+    recency = losses(llama, [RotatingKVCache(budget, keep=4) for _ in llama.model.layers]) - full_losses
+    print(f"\nloss above full, budget {budget:>3}   " + "  ".join(f"{name:>9}" for name in [*texts(), "mean"]))
+    for name, row in (("H2O", ours), ("recency", recency)):
+        print(f"{name:>28}   " + "  ".join(f"{x:9.3f}" for x in [*row.tolist(), row.mean().item()]))
+    assert all(c.evictions == CONTEXT + SCORED - budget for c in caches)
+    assert 0 < ours.mean().item() < recency.mean().item()
