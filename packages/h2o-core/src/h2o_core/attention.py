@@ -28,8 +28,8 @@ def attend(
 
     with n the real queries of the sequence and g over the query heads of KV head h. With decay 1 and no
     sink logits each query adds exactly 1 to its head. All arithmetic is float32 whatever the dtype: in
-    float16 a sum of probabilities stops growing at 2,048, and a CPU multiplies float32 faster. Queries go in blocks, and what lies above the diagonal
-    is never computed.
+    float16 a sum of probabilities stops growing at 2,048, and a CPU multiplies float32 faster. Queries go
+    in blocks, and what lies above the diagonal is never computed.
 
     Args:
         q: Queries, Hq a multiple of H; query head h·G + g belongs to KV head h.

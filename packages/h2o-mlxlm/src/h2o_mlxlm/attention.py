@@ -41,13 +41,21 @@ def scaled_dot_product_attention(
     if not isinstance(cache, H2OKVCache) or cache.config.queries == "key":
         out: mx.array = plain_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return out
-    if isinstance(mask, mx.array) and not is_ours(mask):
+    if not _made_by_ours(mask, queries.shape[2]):
+        described = f"one of shape {mask.shape}" if isinstance(mask, mx.array) else repr(mask)
         raise ValueError(
-            f"an H2O cache can't attend under a mask it did not make, got one of shape {mask.shape}: its "
-            "rows are not in the order the mask assumes; use mlx_lm's cache with this layer, or no mask"
+            f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
+            "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
     # Every mask of ours says the same: all kept rows, then the chunk's own, causally.
     causal: Literal["causal"] | None = "causal" if queries.shape[2] > 1 else None
     out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
     cache.observe(mass)
     return out
+
+
+def _made_by_ours(mask: mx.array | str | None, n_queries: int) -> bool:
+    """Say whether ``H2OKVCache.make_mask`` can have returned this. None for several queries is no causal mask."""
+    if isinstance(mask, mx.array):
+        return is_ours(mask)
+    return mask == "causal" or (mask is None and n_queries == 1)

@@ -53,7 +53,7 @@ class KVCacheConfig:
             n_sink=self.h2o_n_sink,
             grace=self.h2o_grace,
             decay=self.h2o_decay,
-            queries=self.h2o_queries or default,
+            queries=default if self.h2o_queries is None else self.h2o_queries,
         )
 
 

@@ -1,6 +1,7 @@
 """Which model, and in what form: a hub id, a folder, a GGUF file, or the small one that a package carries."""
 
 import logging
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def load(model: str | None = None, **kwargs: Any) -> Any:
     loaded = mlx_lm.load(path, **kwargs)
     if mx.default_device() == mx.Device(mx.DeviceType.cpu):
         _to_float32(loaded[0])
-        multiplied = "OpenBLAS" if fast else "mlx's own BLAS (slow: install OpenBLAS, import h2o_mlxlm first)"
+        plain = "mlx's own BLAS (slow: install OpenBLAS, import h2o_mlxlm first)"
+        multiplied = "OpenBLAS" if fast else plain if sys.platform == "linux" else "the system's BLAS"
         logger.info("CPU back end: weights as float32, multiplied by %s", multiplied)
     return loaded
 
@@ -67,7 +69,7 @@ def _find(model: str | None) -> str:
     if model is None:
         return str(convert(default_gguf()))
     if model.endswith(".gguf"):
-        return str(convert(Path(model)))
+        return str(convert(Path(model).expanduser()))
     # Anything that looks like a path is one: a hub would be asked for a folder that is misspelt.
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
         raise FileNotFoundError(f"no model folder at {model}")
@@ -78,6 +80,7 @@ def _to_float32(model: Any) -> None:
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
-    dequantize_model(model)
+    # In this order: dequantised in float16, a weight would be rounded by up to an eighth of its step.
     model.set_dtype(mx.float32)
+    dequantize_model(model)
     mx.eval(model.parameters())

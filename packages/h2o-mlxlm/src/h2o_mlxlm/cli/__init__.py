@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for the process's own.
 
     Returns:
-        0, or 2 after one line on standard error if the input was bad.
+        0; 2 after one line on standard error if the input was bad; 130 if interrupted.
     """
     parser = Parser(prog="h2o-mlxlm", description="Generate text with a bounded, heavy-hitter KV cache.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
@@ -30,3 +30,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"h2o-mlxlm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130

@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("generate", help="Generate text", description=__doc__)
     add = parser.add_argument
     add("--model", help="Hub id, folder or .gguf file; the installed small model if not given")
-    add("--trust-remote-code", action="store_true", help="Trust remote code of the tokenizer")
+    add("--trust-remote-code", action="store_true", help="Run code that the model brings")
     add("--adapter-path", help="Folder of trained adapter weights and their config")
     add("--extra-eos-token", nargs="+", default=(), help="More tokens that end the text")
     add("--system-prompt", help="System message for the chat template")
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
     )
     add("--seed", type=flags.number(0, 2**64 - 1, int), help="Seed of the random numbers")
     add("--ignore-chat-template", action="store_true", help="Use the prompt as it is")
-    add("--chat-template-config", type=flags.json_object, default={}, help="JSON object for the chat template")
+    add("--chat-template-config", type=flags.json_object, help="JSON object for the chat template")
     add("--verbose", type=flags.str2bool, default=True, help="False prints the text alone (True)")
     add(
         "--prefill-step-size",
@@ -66,13 +66,7 @@ def run(args: argparse.Namespace) -> int:
         flags.config_from(args, args.budget)
     text = _prompt_text(args)
     args.verbose = args.verbose and not args.json
-    from h2o_mlxlm.models import load
-
-    model, tokenizer = load(
-        args.model,
-        adapter_path=args.adapter_path,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
-    )
+    model, tokenizer = _load(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
@@ -86,6 +80,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _load(args: argparse.Namespace) -> Any:
+    from h2o_mlxlm.models import load
+
+    try:
+        return load(
+            args.model,
+            adapter_path=args.adapter_path,
+            tokenizer_config={"trust_remote_code": args.trust_remote_code},
+            trust_remote_code=args.trust_remote_code,
+        )
+    except (KeyError, TypeError, RuntimeError) as error:
+        # What mlx_lm raises when a config or a weight file is damaged.
+        raise ValueError(f"the model {args.model} can't be loaded: {error!r}") from error
+
+
 def tokens_in(model: Any, n_bytes: float) -> int:
     """Find the largest budget whose caches fit into so many bytes, the empty slot included.
 
@@ -97,15 +106,18 @@ def tokens_in(model: Any, n_bytes: float) -> int:
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.integration import make_prompt_cache
 
-    # One token shows how wide this model's rows are, whatever its architecture.
-    caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0))
-    mx.eval(model(mx.array([[0]]), cache=caches))
-    ours = [c for c in caches if isinstance(c, H2OKVCache)]
-    slot = sum(c.full_bytes + 8 * c.kept_positions.shape[1] for c in ours)
-    tokens = int(n_bytes // slot) - 1
+    # One and two tokens show what a slot takes and what comes on top, whatever the architecture.
+    sizes = []
+    for n in (1, 2):
+        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
+        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
+        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
+    slot = sizes[1] - sizes[0]
+    fixed = sizes[0] - slot
+    tokens = int((min(n_bytes, _BIG * slot) - fixed) // slot) - 1
     if tokens < 1:
-        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {slot} bytes in this model")
-    return tokens
+        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
+    return min(tokens, _LARGEST)
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -127,13 +139,17 @@ def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
         begun = args.prefill_response is not None
         if begun:
             messages.append({"role": "assistant", "content": args.prefill_response})
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=begun,
-            add_generation_prompt=not begun,
-            **args.chat_template_config,
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=begun,
+                add_generation_prompt=not begun,
+                **(args.chat_template_config or {}),
+            )
+        except Exception as error:
+            # A template is the model's own code, and refuses messages with errors of any kind.
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=not templated))
 
 

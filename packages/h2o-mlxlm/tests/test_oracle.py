@@ -1,0 +1,141 @@
+"""The adapter in a model, against a naive float64 cache in the same model.
+
+The oracle's caches drop tokens themselves and attend token by token in Python floats; the model around them
+is mlx_lm's own.
+"""
+
+import copy
+import math
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+
+from h2o_core.conformance import TOLERANCE, Head, same_choice
+from h2o_mlxlm import H2OConfig, make_prompt_cache
+
+HEADS, KV_HEADS, WIDTH, THETA = 4, 2, 8, 100.0
+CALLS = [20, 7, *[1] * 25, 6, *[1] * 10]
+
+
+def model():
+    mx.random.seed(7)
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=HEADS * WIDTH,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        rms_norm_eps=1e-5,
+        vocab_size=64,
+        rope_theta=THETA,
+    )
+    made = llama.Model(args)
+    # Larger weights than a fresh model has: attention is uneven, so that masses are no near-ties.
+    for layer in made.layers:
+        layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 6
+    return made
+
+
+def turned(row, position):
+    """A row of a head, rotated: pairs (i, i + D/2), angle position · theta^(−2i/D)."""
+    half = WIDTH // 2
+    out = list(row)
+    for i in range(half):
+        angle = position * THETA ** (-2 * i / WIDTH)
+        a, b = row[i], row[i + half]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + half] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+class RollingHead(Head):
+    """Keeps unrotated keys and turns each to its rank among the rows shown."""
+
+    def _probabilities(self, query, rows, sink):
+        moved = [type(row)(row.position, turned(row.key, rank), row.value) for rank, row in enumerate(rows)]
+        return super()._probabilities(query, moved, sink)
+
+
+class OracleCache:
+    def __init__(self, config, scale):
+        self.rolling = config.positions == "rolling"
+        kind = RollingHead if self.rolling else Head
+        self.heads = [kind(config, scale) for _ in range(KV_HEADS)]
+        self.by_key, self.offset = config.queries == "key", 0
+
+    def update_and_fetch(self, keys, values):
+        self.keys, self.values = keys, values
+        self.first = self.offset
+        return keys, values
+
+    def attend(self, queries):
+        q, k, v = (x[0].tolist() for x in (queries, self.keys, self.values))
+        n, group = len(k[0]), HEADS // KV_HEADS
+        outs = []
+        for h, head in enumerate(self.heads):
+            keys = [turned(row, -self.first - i) for i, row in enumerate(k[h])] if self.rolling else k[h]
+            # Under queries="key" the model attends as ever, and each key's own attention makes the scores.
+            attending = copy.deepcopy(head) if self.by_key else head
+            outs += attending.call(q[h * group : (h + 1) * group], keys, v[h])
+            if self.by_key:
+                head.call([k[h]], keys, v[h])
+        self.offset = len(self.heads[0].rows) if self.rolling else self.offset + n
+        return mx.array([outs])
+
+
+def oracle_attention(queries, keys, values, cache, scale, mask, sinks=None):
+    return cache.attend(queries)
+
+
+CONFIGS = {
+    "default": H2OConfig(budget=24),
+    "no decay": H2OConfig(budget=12, n_sink=2, grace=3, decay=1.0),
+    "as published": H2OConfig(budget=10, n_sink=0, grace=0, decay=1.0, evict_during_prefill=False),
+    "tight": H2OConfig(budget=5, n_sink=1, grace=3, decay=0.9),
+    "one token": H2OConfig(budget=1, n_sink=0, grace=0),
+    "key": H2OConfig(budget=12, n_sink=1, grace=2, queries="key"),
+    "key, rolling": H2OConfig(budget=12, n_sink=1, grace=2, queries="key", positions="rolling"),
+    "rolling": H2OConfig(budget=16, n_sink=1, grace=4, positions="rolling"),
+    "rolling, held": H2OConfig(budget=16, n_sink=1, grace=4, positions="rolling", evict_during_prefill=False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_keeps_what_the_oracle_keeps_at_every_step(name, monkeypatch):
+    config, the_model = CONFIGS[name], model()
+    caches = make_prompt_cache(the_model, config)
+    oracles = [OracleCache(config, the_model.layers[0].self_attn.scale) for _ in the_model.layers]
+    tokens = mx.random.randint(0, 64, (1, sum(CALLS)), key=mx.random.key(1))
+    compared, at, parted = 0, 0, set()
+    for n in CALLS:
+        before = [[len(head.evicted) for head in oracle.heads] for oracle in oracles]
+        chunk = tokens[:, at : at + n]
+        logits = the_model(chunk, cache=caches)
+        with monkeypatch.context() as patch:
+            patch.setattr(llama, "scaled_dot_product_attention", oracle_attention)
+            expected = the_model(chunk, cache=oracles)
+        at += n
+        for layer, (cache, oracle) in enumerate(zip(caches, oracles, strict=True)):
+            assert cache.tokens_seen == at
+            for h, head in enumerate(oracle.heads):
+                recent = {row.position: row.score for row in head.rows + head.evicted[before[layer][h] :]}
+                kept, wanted = set(cache.kept_positions[0, h].tolist()), set(head.kept())
+                # Logits come through two layers, so their rounding is a few times one attention's.
+                assert same_choice(kept, wanted, recent, 5 * TOLERANCE[mx.float32])
+                if kept != wanted:
+                    parted.add((layer, h))
+                    continue
+                ours = dict(zip(sorted(kept), cache.scores[0, h].tolist(), strict=True))
+                assert all(math.isclose(ours[p], recent[p], rel_tol=1e-3, abs_tol=1e-4) for p in kept)
+                compared += 1
+        if parted:
+            break
+        assert mx.allclose(logits, expected, atol=1e-3)
+    assert compared >= 4 * 20, f"the comparison ended at {parted} after {compared} steps of heads"
+    if config.decay == 1:
+        for oracle, cache in zip(oracles, caches, strict=True):
+            for h, head in enumerate(oracle.heads):
+                gone = sum(row.score for row in head.evicted)
+                assert math.isclose(cache.scores[0, h].sum().item() + gone, at, rel_tol=1e-4)
