@@ -1,0 +1,35 @@
+"""The READMEs say what works: their Python runs, and so does the command they begin with."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(readme, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "packages/h2o-mlxlm/README.md"])
+def test_its_python_runs(readme, capsys):
+    names = {}
+    for block in blocks(readme, "python"):
+        exec(block, names)  # the blocks of one README follow one another
+    assert capsys.readouterr().out
+    assert names["cache"][0].tokens_kept <= 64
+    assert names["cache"][0].tokens_seen > 20
+
+
+def test_its_first_command_generates_past_the_budget():
+    line = next(line for line in blocks("README.md", "sh")[0].splitlines() if line.startswith("uv run h2o-mlxlm"))
+    argv = [sys.executable, "-m", "h2o_mlxlm", *shlex.split(line)[3:]]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    kept, evicted = re.search(r"kept (\d+) per head, evicted (\d+)", done.stdout).groups()
+    assert int(kept) == 64
+    assert int(evicted) > 100
+    assert "float32" in done.stderr
