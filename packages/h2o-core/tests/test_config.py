@@ -19,7 +19,10 @@ from h2o_core import H2OConfig
         ({"decay": math.nan}, ValueError, r"decay must be in \(0, 1\], got nan"),
         ({"decay": "1"}, TypeError, "decay must be a number"),
         ({"queries": "both"}, ValueError, "queries must be one of 'true', 'key', got 'both'"),
-        ({"positions": "mixed"}, ValueError, "positions must be one of 'original', 'rolling', got 'mixed'"),
+        ({"positions": "mixed"}, ValueError, "positions must be one of 'original', 'rolling', 'auto', got 'mixed'"),
+        ({"trained_length": 4096}, ValueError, 'trained_length is for positions="auto" alone, got 4096'),
+        ({"trained_length": 0, "positions": "auto"}, ValueError, "trained_length must be between 1 and"),
+        ({"trained_length": 512, "positions": "auto"}, ValueError, "budget=512, trained_length=512"),
         ({"evict_during_prefill": 1}, TypeError, "evict_during_prefill must be True or False, got 1"),
     ],
 )

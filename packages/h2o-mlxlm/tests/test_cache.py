@@ -3,6 +3,7 @@
 import copy
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
@@ -10,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, scaled_dot_product_attention, uninstall
-from h2o_rope import Rotation
+from h2o_rope import Rotation, rotation_of
 
 SMALL = H2OConfig(budget=24, n_sink=2, grace=4)
 
@@ -132,6 +133,67 @@ def test_turns_go_on_past_the_budget(model, positions):
         assert caches[0].tokens_kept == 24
         assert caches[0].offset == (caches[0].tokens_seen if positions == "original" else 24)
     assert caches[0].tokens_seen >= 4 * 39
+
+
+def test_auto_turns_at_the_step_it_must(model):
+    """Original up to the trained length, then rolling, and the same kept rows go on."""
+    config = H2OConfig(budget=24, n_sink=2, grace=4, positions="auto", trained_length=64)
+    auto, original = make_prompt_cache(model, config), make_prompt_cache(model, SMALL)
+    tokens = mx.random.randint(0, 64, (1, 200), key=mx.random.key(8))
+    at = 0
+    for n in [20, 5, *[1] * 19]:
+        # 44 seen and a largest call of 20 still fit into 64.
+        assert auto[0].offset == at
+        chunk = tokens[:, at : at + n]
+        assert mx.array_equal(model(chunk, cache=auto), model(chunk, cache=original))
+        at += n
+    assert at == 44
+    model(tokens[:, at : at + 1], cache=auto)
+    assert [c.offset for c in auto] == [24, 24]
+    for i in range(at + 1, 200):
+        model(tokens[:, i : i + 1], cache=auto)
+        assert [c.offset for c in auto] == [24, 24]
+    model(tokens[:, :20], cache=auto)
+    with pytest.raises(ValueError, match="trained_length=64, but a call of 41 tokens at 24 goes beyond"):
+        model(tokens[:, :41], cache=auto)
+
+
+def test_turning_changes_nothing_but_positions():
+    """Keys stored rotated and derotated later are the keys that a rolling cache stores."""
+    rope = nn.RoPE(8)
+    rotation = rotation_of(rope)
+    auto = H2OKVCache(H2OConfig(budget=64, positions="auto", trained_length=100), rotation=rotation)
+    rolling = H2OKVCache(H2OConfig(budget=64, positions="rolling"), rotation=rotation)
+    for i, n in enumerate([40, 20, 1, 1]):
+        q, k, v = rows(i, n)
+        k = rope(k, offset=auto.offset)
+        assert auto.offset == rolling.offset  # nothing is evicted, so both are tokens seen
+        attend(auto, q, k, v)
+        attend(rolling, q, k, v)
+    assert (auto.state[0].shape, auto.offset) == (rolling.state[0].shape, 62)
+    assert mx.allclose(auto.keys, rolling.keys, atol=1e-5)
+    assert mx.array_equal(auto.kept_positions, rolling.kept_positions)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_rolling_does_not_drift(dtype):
+    """After 10,000 evictions a sink's key is within one rounding of the exact key at its position."""
+    rope = nn.RoPE(64)
+    config = H2OConfig(budget=32, n_sink=4, grace=8, positions="rolling", queries="key")
+    cache = H2OKVCache(config, rotation=rotation_of(rope))
+    first, later = (mx.random.normal((1, 1, 8, 64), key=mx.random.key(i)).astype(dtype) for i in (1, 2))
+    for i in range(1255):
+        row = first if i == 0 else later
+        keys, _ = cache.update_and_fetch(rope(row, offset=cache.offset), row)
+        if i % 50 == 0:
+            mx.eval(cache.state)
+    assert cache.evictions == 1255 * 8 - 32
+    # The last call shows the kept rows and then its own; sinks stay first among them.
+    sinks = keys[:, :, :4].astype(mx.float32)
+    exact = rope(first[:, :, :4].astype(mx.float32), offset=0)
+    # A key is rounded three times: as the model rotates it, as it is stored, as it is read.
+    step = {mx.float32: 1e-5, mx.float16: 2**-11, mx.bfloat16: 2**-8}[dtype]
+    assert mx.abs(sinks - exact).max().item() <= 3 * step * mx.abs(exact).max().item()
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
@@ -263,6 +325,8 @@ def test_what_it_cannot_do_it_says(model):
         cache.trim(3)
     with pytest.raises(ValueError, match=r'positions="rolling" needs the rotation'):
         H2OKVCache(H2OConfig(positions="rolling"))
+    with pytest.raises(ValueError, match=r'positions="auto" needs trained_length, got None'):
+        H2OKVCache(H2OConfig(positions="auto"), rotation=rotation_of(nn.RoPE(8)))
     with pytest.raises(ValueError, match="empty: it has no rows"):
         cache.keys_and_values()
     caches = make_prompt_cache(model, SMALL)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Queries = Literal["true", "key"]
-Positions = Literal["original", "rolling"]
+Positions = Literal["original", "rolling", "auto"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,12 @@ class H2OConfig:
         queries: Whose attention makes the mass: ``"true"`` the model's queries, ``"key"`` the
             incoming key standing in for them, which needs no hook in the model.
         positions: ``"original"`` keys keep the rotary position they arrived with; ``"rolling"`` the kept
-            rows of a head always sit at consecutive positions right before the next query.
+            rows of a head always sit at consecutive positions right before the next query; ``"auto"``
+            original for as long as the model was trained for, then rolling.
         evict_during_prefill: If False nothing is evicted, and the budget does not apply, until the
             first call of one token has been attended to, as in the paper.
+        trained_length: Positions that the model was trained for, for ``positions="auto"`` alone; None takes
+            the model's own. Above ``budget``.
 
     Raises:
         TypeError: A value is of the wrong kind.
@@ -51,6 +54,7 @@ raise budget above 20 or lower n_sink or grace
     queries: Queries = "true"
     positions: Positions = "original"
     evict_during_prefill: bool = True
+    trained_length: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("budget", self.budget, least=1)
@@ -67,6 +71,21 @@ raise budget above 20 or lower n_sink or grace
         _check_choice("positions", self.positions, get_args(Positions))
         if not isinstance(self.evict_during_prefill, bool):
             raise TypeError(f"evict_during_prefill must be True or False, got {self.evict_during_prefill!r}")
+        if self.trained_length is not None:
+            self._check_trained_length(self.trained_length)
+
+    def _check_trained_length(self, length: int) -> None:
+        _check_count("trained_length", length, least=1)
+        if self.positions != "auto":
+            raise ValueError(
+                f'trained_length is for positions="auto" alone, got {length} with positions={self.positions!r}: '
+                "leave it out"
+            )
+        if length <= self.budget:
+            raise ValueError(
+                f'budget must be below trained_length for positions="auto", got budget={self.budget}, '
+                f"trained_length={length}: rolling positions go up to budget plus the tokens of a call"
+            )
 
 
 # Above this, int32 positions and slot arithmetic could overflow.

@@ -11,16 +11,15 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from h2o_core import H2OConfig, H2OState, admit, grow, init, observe, pack, release, take
-from h2o_metal import attend, evict, victims
+from h2o_core import H2OConfig, H2OState, observe
+from h2o_metal import attend
+from h2o_mlxlm.books import Books
 from h2o_mlxlm.masks import remember
+from h2o_mlxlm.slots import Slots, appended, bounded, none_yet, packed, ranks, rows_at, written
 from h2o_rope import Rotation, derotate, rotate
 
-STEP = 256
-"""Slots added at a time below the budget, as mlx_lm's own cache does."""
 
-
-class H2OKVCache(_BaseCache):  # type: ignore[misc]
+class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
     """Keep at most ``budget`` tokens per KV head: one layer's cache, for sequences of equal length.
 
     A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``
@@ -31,29 +30,36 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
     Args:
         config: What to keep.
         scale: The model's factor on its logits. Needed for ``queries="key"`` alone; None is D^-0.5.
-        rotation: The model's rotary embedding. Needed for ``positions="rolling"`` alone.
+        rotation: The model's rotary embedding. Needed for ``positions="rolling"`` and ``"auto"`` alone.
 
     Raises:
-        ValueError: ``positions="rolling"`` without a rotation.
+        ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
+            ``trained_length``.
     """
 
     def __init__(self, config: H2OConfig, scale: float | None = None, rotation: Rotation | None = None) -> None:
-        if config.positions == "rolling" and rotation is None:
+        if config.positions != "original" and rotation is None:
             raise ValueError(
-                'positions="rolling" needs the rotation of the model\'s keys, got rotation=None: '
+                f'positions="{config.positions}" needs the rotation of the model\'s keys, got rotation=None: '
                 "make the cache with make_prompt_cache(model, config), or pass rotation_of(rope)"
+            )
+        if config.positions == "auto" and config.trained_length is None:
+            raise ValueError(
+                'positions="auto" needs trained_length, got None: make the cache with '
+                "make_prompt_cache(model, config), which asks the model, or set it"
             )
         self.config = config
         self.scale = scale
-        self.rotation = rotation if config.positions == "rolling" else None
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.rotation = None if config.positions == "original" else rotation
         self.offset = 0
-        self._state: H2OState | None = None
+        self._slots: Slots | None = None
         self._seen = 0
-        self._kept = 0  # rows per head once the open call has ended
+        self._kept = 0
         self._shown = 0  # rows per head that the open call attends to
         self._holding = not config.evict_during_prefill
+        self._rolling = config.positions == "rolling"  # stored keys are unrotated
+        self._turning = False  # they will be, once the open call has ended
+        self._largest = 0  # tokens of the largest call
         self._open = 0  # tokens of the open call
         self._mass: mx.array | None = None
 
@@ -76,20 +82,20 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
         self._end_call()
         self._check_call(keys, values)
         n = keys.shape[2]
-        if self.rotation is not None:
+        if self._rolling and self.rotation is not None:
             keys = derotate(keys, self.offset + mx.arange(n, dtype=mx.int32), self.rotation)
-        if self._state is None:
-            self._state = init(*keys.shape[:2])
-            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        slots = none_yet(keys, values) if self._slots is None else self._slots
         if n == 1:
-            self._write(keys, values)
+            self._slots = written(slots, keys, values, self._kept, self.config.budget)
         else:
-            self._append(keys, values)
+            self._slots = appended(slots, keys, values, self._kept)
         self._open, self._seen = n, self._seen + n
         self._shown = self._kept + n
         self._holding = self._holding and n > 1
         self._kept = self._shown if self._holding else min(self._shown, self.config.budget)
-        self.offset = self._seen if self.config.positions == "original" else self._kept
+        self._largest = max(self._largest, n)
+        self._turning = not self._rolling and self._outgrown(self._seen + self._largest)
+        self.offset = self._kept if self._rolling or self._turning else self._seen
         shown = self.keys_and_values()
         if self.config.queries == "key":
             self.observe(self._key_mass(keys, shown[0]))
@@ -97,13 +103,12 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the open call attends to, or without one what the next call will."""
-        keys, values, state = self._live()
-        shown = self._shown if self._open else self._kept
-        if not self._open and state.positions.shape[-1] > shown:
-            slots = pack(state, shown)
-            state, keys, values = take(state, slots), _rows(keys, slots), _rows(values, slots)
-        if self.rotation is not None:
-            keys = rotate(keys, _ranks(state, shown), self.rotation)
+        slots, shown = self._live(), self._shown
+        if not self._open:
+            slots, shown = packed(slots, self._kept), self._kept
+        keys, values, state = slots
+        if self._rolling and self.rotation is not None:
+            keys = rotate(keys, ranks(slots, shown), self.rotation)
         keys, values = keys[:, :, :shown], values[:, :, :shown]
         # Decode evaluates logits alone: tie the scores to them, or they pile up as a graph.
         keys, values = mx.depends([keys, values], [state.scores, state.positions])
@@ -133,75 +138,53 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
             return remember(create_causal_mask(N, self._kept))
         return None if N == 1 else "causal"
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
-        """Put one token's rows into an empty slot."""
-        _, _, state = self._live()
-        if self._kept == state.positions.shape[-1]:
-            self._widen()
-        old_keys, old_values, state = self._live()
-        self._state, slots = admit(state, 1)
-        self.keys, self.values = _put(old_keys, slots, keys), _put(old_values, slots, values)
-
-    def _widen(self) -> None:
-        """Add empty slots: up to budget + 1, or one step more while the budget does not apply."""
-        keys, values, state = self._live()
-        capacity = self._kept + STEP
-        if self._kept <= self.config.budget:
-            capacity = min(capacity, self.config.budget + 1)
-        more = capacity - self._kept
-        self._state = grow(state, capacity)
-        self.keys, self.values = _behind(keys, more), _behind(values, more)
-
-    def _append(self, keys: mx.array, values: mx.array) -> None:
-        """Put the rows of several tokens behind the kept ones."""
-        old_keys, old_values, state = self._live()
-        if state.positions.shape[-1] > self._kept:
-            slots = pack(state, self._kept)
-            state, old_keys, old_values = take(state, slots), _rows(old_keys, slots), _rows(old_values, slots)
-        self._state, _ = admit(state, keys.shape[2])
-        self.keys = mx.concatenate([old_keys, keys], axis=2)
-        self.values = mx.concatenate([old_values, values], axis=2)
-
     def _end_call(self) -> None:
         """Score what the open call attended to and let the lowest go."""
         if not self._open:
             return
         if self._mass is None:
             self._raise_unreported()
-        keys, values, state = self._live()
-        capacity = state.positions.shape[-1]
-        mass = mx.pad(self._mass, [(0, 0), (0, 0), (0, capacity - self._shown)])
-        state = observe(self.config, state, mass, self._open)
+        slots = self._live()
+        mass = mx.pad(self._mass, [(0, 0), (0, 0), (0, slots.keys.shape[2] - self._shown)])
+        slots = slots._replace(state=observe(self.config, slots.state, mass, self._open))
         if self._kept < self._shown:
-            if capacity == self.config.budget + 1:
-                state = release(self.config, state, victims(self.config, state))
-            else:
-                state, slots = evict(self.config, state)
-                self.keys, self.values = (_behind(_rows(x, slots), 1) for x in (keys, values))
-        self._state, self._open, self._mass = state, 0, None
+            slots = bounded(self.config, slots)
+        if self._turning and self.rotation is not None:
+            slots = slots._replace(keys=derotate(slots.keys, slots.state.positions, self.rotation))
+            self._rolling, self._turning = True, False
+        self._slots, self._open, self._mass = slots, 0, None
+
+    def _outgrown(self, length: int) -> bool:
+        """Say whether positions up to ``length`` are more than the model was trained for."""
+        return self.config.trained_length is not None and length > self.config.trained_length
 
     def _key_mass(self, keys: mx.array, shown: mx.array) -> mx.array:
         """The mass when each incoming key, where the model put it, stands in for its query."""
         n = keys.shape[2]
         if n == 1:
-            _, _, state = self._live()
-            keys = _rows(shown, mx.argmax(state.positions, axis=-1, keepdims=True))
+            keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         else:
             keys = shown[:, :, -n:]
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         causal: Literal["causal"] | None = "causal" if n > 1 else None
         return attend(keys, shown, shown[..., :0], scale, self.config.decay, causal)[1]
 
-    def _live(self) -> tuple[mx.array, mx.array, H2OState]:
-        if self.keys is None or self.values is None or self._state is None:
+    def _live(self) -> Slots:
+        if self._slots is None:
             raise ValueError("this cache is empty: it has no rows before its first update_and_fetch")
-        return self.keys, self.values, self._state
+        return self._slots
 
     def _check_call(self, keys: mx.array, values: mx.array) -> None:
-        """Refuse a call that contradicts the ones before it."""
-        if self.keys is None or self.values is None:
+        """Refuse a call that contradicts the ones before it, or goes past what the model was trained for."""
+        n = keys.shape[2]
+        if self._outgrown(self.offset + n):
+            raise ValueError(
+                f'positions="auto" keeps positions below trained_length={self.config.trained_length}, but a call of '
+                f"{n} tokens at {self.offset} goes beyond: use smaller calls (prefill_step_size) or a smaller budget"
+            )
+        if self._slots is None:
             return
-        for name, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
+        for name, new, old in (("keys", keys, self._slots.keys), ("values", values, self._slots.values)):
             was, now = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
             if was != now or old.dtype != new.dtype:
                 raise ValueError(
@@ -219,6 +202,24 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
     # What mlx_lm asks of a cache
 
     @property
+    def keys(self) -> mx.array | None:
+        """Keys of all slots [B, H, C, D], None while nothing has been seen; some models set them."""
+        return None if self._slots is None else self._slots.keys
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._slots = self._live()._replace(keys=value)
+
+    @property
+    def values(self) -> mx.array | None:
+        """Values of all slots [B, H, C, Dv], likewise."""
+        return None if self._slots is None else self._slots.values
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._slots = self._live()._replace(values=value)
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """Everything that must be evaluated or saved, as arrays, None and one JSON string."""
         self._end_call()
@@ -230,9 +231,12 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
             "seen": self._seen,
             "kept": self._kept,
             "holding": self._holding,
+            "rolling": self._rolling,
+            "largest": self._largest,
         }
-        arrays = (None, None, None) if self._state is None else tuple(self._state)
-        return (self.keys, self.values, *arrays, frequencies, json.dumps(scalars))
+        slots = self._slots
+        arrays = [None] * 5 if slots is None else [slots.keys, slots.values, *slots.state]
+        return (*arrays, frequencies, json.dumps(scalars))
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
@@ -240,10 +244,10 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
         scalars = json.loads(text)
         rotation = None if frequencies is None else Rotation(frequencies, scalars["traditional"])
         H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
-        self.keys, self.values = keys, values
-        self._state = None if scores is None else H2OState(scores, positions, seen)
+        self._slots = None if keys is None else Slots(keys, values, H2OState(scores, positions, seen))
         self._seen, self._kept, self._holding = scalars["seen"], scalars["kept"], scalars["holding"]
-        self.offset = self._seen if self.config.positions == "original" else self._kept
+        self._rolling, self._largest = scalars["rolling"], scalars["largest"]
+        self.offset = self._kept if self._rolling else self._seen
 
     def size(self) -> int:
         """Return the rows that each head holds."""
@@ -251,7 +255,7 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
 
     def empty(self) -> bool:
         """Say whether nothing has been seen yet."""
-        return self.keys is None
+        return self._slots is None
 
     def is_trimmable(self) -> bool:
         """Say no: what has been evicted can't come back."""
@@ -270,78 +274,3 @@ class H2OKVCache(_BaseCache):  # type: ignore[misc]
             f"an H2O cache can't be quantised (asked for kv_bits={bits}): leave kv_bits out, "
             "or lower budget to save memory"
         )
-
-    # What a user asks of it
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of every live buffer: keys, values, empty slots, scores, positions."""
-        self._end_call()
-        if self._state is None or self.keys is None or self.values is None:
-            return 0
-        return sum(x.nbytes for x in (self.keys, self.values, *self._state))
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes that the keys and values of all tokens seen would take."""
-        if self.keys is None or self.values is None:
-            return 0
-        row = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (self.keys, self.values))
-        return self._seen * row
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens seen per sequence and head."""
-        return self._seen
-
-    @property
-    def tokens_kept(self) -> int:
-        """Tokens held per sequence and head."""
-        return self._kept
-
-    @property
-    def evictions(self) -> int:
-        """Tokens that went, per sequence and head: seen − kept."""
-        return self._seen - self._kept
-
-    @property
-    def compression_ratio(self) -> float:
-        """Tokens seen for each one kept."""
-        return self._seen / self._kept if self._kept else 1.0
-
-    @property
-    def kept_positions(self) -> mx.array:
-        """Positions held, int32 [B, H, n], ascending."""
-        return self._in_order().positions
-
-    @property
-    def scores(self) -> mx.array:
-        """Scores, float32 [B, H, n], in the order of ``kept_positions``."""
-        return self._in_order().scores
-
-    def _in_order(self) -> H2OState:
-        self._end_call()
-        if self._state is None:
-            return init(0, 0)
-        order = mx.argsort(self._state.positions, axis=-1)
-        return take(self._state, order[..., order.shape[-1] - self._kept :])
-
-
-def _ranks(state: H2OState, shown: int) -> mx.array:
-    """Place of each row among its head's rows by position; 0 for an empty slot. int32 [B, H, C]."""
-    order = mx.argsort(mx.argsort(state.positions, axis=-1), axis=-1).astype(mx.int32)
-    return mx.maximum(order - (order.shape[-1] - shown), 0)
-
-
-def _rows(x: mx.array, slots: mx.array) -> mx.array:
-    return mx.take_along_axis(x, slots[..., None], axis=2)
-
-
-def _put(x: mx.array, slots: mx.array, row: mx.array) -> mx.array:
-    # Done in place by mlx when nobody else holds x.
-    return mx.put_along_axis(x, mx.broadcast_to(slots[..., None], row.shape), row, axis=2)
-
-
-def _behind(x: mx.array, n: int) -> mx.array:
-    """Rows of zeros behind: empty slots must be finite, for 0 · nan is nan."""
-    return mx.concatenate([x, mx.zeros((*x.shape[:2], n, x.shape[3]), x.dtype)], axis=2)

@@ -138,9 +138,9 @@ def check(header: Header) -> None:
         if header.get(key) not in allowed:
             refuse(what, header.get(key), allowed)
     for name, kind in sorted(header.types.items()):
-        allowed = NORM_TYPES if "norm" in name else WEIGHT_TYPES
-        if kind not in allowed:
-            refuse(f"weight type of {name},", kind, allowed)
+        supported = NORM_TYPES if "norm" in name else WEIGHT_TYPES
+        if kind not in supported:
+            refuse(f"weight type of {name},", kind, supported)
     _check_settings(header)
     _check_tensors(header)
 

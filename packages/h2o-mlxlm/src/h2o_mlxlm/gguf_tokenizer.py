@@ -44,7 +44,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     if header.get("tokenizer.ggml.add_eos_token"):
         refuse("tokenizer.ggml.add_eos_token", True, "False")
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     config["model_max_length"] = header.count("{arch}.context_length")
     if header.get("tokenizer.chat_template"):
         config["chat_template"] = header.get("tokenizer.chat_template")

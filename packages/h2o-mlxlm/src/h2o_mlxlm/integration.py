@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,8 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     if config.queries == "true":
         _place_hook(model)
     layers = _layers_of(model, own)
+    if config.positions == "auto" and config.trained_length is None:
+        config = replace(config, trained_length=_trained_length(model))
     return [
         _cache_for(model, layer, config) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
@@ -151,20 +154,32 @@ def _layers_of(model: nn.Module, own: list[Any]) -> list[nn.Module | None]:
 
 
 def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig) -> H2OKVCache:
-    rotation = _rotation_for(model, layer) if config.positions == "rolling" else None
+    rotation = None if config.positions == "original" else _rotation_for(model, layer, config.positions)
     return H2OKVCache(config, _scale_of(layer), rotation)
 
 
-def _rotation_for(model: nn.Module, layer: nn.Module | None) -> Rotation:
+def _trained_length(model: nn.Module) -> int:
+    """The positions that the model's arguments say it was trained for."""
+    for args in (getattr(model, "args", None), getattr(getattr(model, "model", None), "args", None)):
+        length = getattr(args, "max_position_embeddings", None)
+        if isinstance(length, int):
+            return length
+    raise ValueError(
+        f'positions="auto" needs to know how long {_name(model)} was trained for, and its arguments do not say: '
+        "set trained_length in the configuration"
+    )
+
+
+def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> Rotation:
     for family in _families(model) & NO_ROLLING.keys():
         raise ValueError(
-            f'positions="rolling" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
+            f'positions="{positions}" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
             'use positions="original"'
         )
     ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
     if len(ropes) != 1:
         raise ValueError(
-            f'positions="rolling" needs the one rotary embedding of each layer, found {len(ropes)} in a '
+            f'positions="{positions}" needs the one rotary embedding of each layer, found {len(ropes)} in a '
             f'layer of {_name(model)}: use positions="original"'
         )
     return rotation_of(ropes[0])

@@ -107,9 +107,14 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add("--queries", choices=["true", "key"], default=d.queries, help="Whose attention counts (%(default)s)")
     add(
         "--positions",
-        choices=["original", "rolling"],
+        choices=["original", "rolling", "auto"],
         default=d.positions,
         help="Rotary positions (%(default)s)",
+    )
+    add(
+        "--trained-length",
+        type=int,
+        help="Positions the model was trained for, for --positions auto (the model's own)",
     )
     add(
         "--no-evict-during-prefill",
@@ -127,5 +132,6 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         decay=args.decay,
         queries=args.queries,
         positions=args.positions,
+        trained_length=args.trained_length,
         evict_during_prefill=not args.no_evict_during_prefill,
     )

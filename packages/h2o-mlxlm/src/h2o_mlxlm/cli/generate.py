@@ -11,6 +11,7 @@ from h2o_mlxlm.cli import flags
 
 _INFINITY = float("inf")
 _BIG = 2**31 - 1
+_MOST_TOKENS = 2**30
 
 
 def add_to(commands: Any) -> None:
@@ -90,9 +91,10 @@ def _load(args: argparse.Namespace) -> Any:
             tokenizer_config={"trust_remote_code": args.trust_remote_code},
             trust_remote_code=args.trust_remote_code,
         )
-    except (KeyError, TypeError, RuntimeError) as error:
-        # What mlx_lm raises when a config or a weight file is damaged.
-        raise ValueError(f"the model {args.model} can't be loaded: {error!r}") from error
+    except Exception as error:
+        # A hub, a config, a weight or tokenizer file: each fails with errors of its own kind, few of which say where.
+        said = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise ValueError(said if args.model is None or args.model in said else f"{args.model}: {said}") from error
 
 
 def tokens_in(model: Any, n_bytes: float) -> int:
@@ -106,18 +108,18 @@ def tokens_in(model: Any, n_bytes: float) -> int:
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.integration import make_prompt_cache
 
-    # One and two tokens show what a slot takes and what comes on top, whatever the architecture.
+    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
     sizes = []
-    for n in (1, 2):
+    for n in (2, 3):
         caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
         sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
     slot = sizes[1] - sizes[0]
-    fixed = sizes[0] - slot
-    tokens = int((min(n_bytes, _BIG * slot) - fixed) // slot) - 1
+    fixed = sizes[0] - 2 * slot
+    tokens = int((min(n_bytes, _MOST_TOKENS * slot) - fixed) // slot) - 1
     if tokens < 1:
         raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
-    return min(tokens, _LARGEST)
+    return tokens
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -150,6 +152,10 @@ def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
         except Exception as error:
             # A template is the model's own code, and refuses messages with errors of any kind.
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=not templated))
 
 

@@ -1,0 +1,71 @@
+"""What a user asks of a cache: how much it holds, what went, and which tokens stay."""
+
+import mlx.core as mx
+
+from h2o_core import H2OState, init, take
+from h2o_mlxlm.slots import Slots
+
+
+class Books:
+    """The figures that an H2O cache keeps, per sequence and head where tokens are counted."""
+
+    _slots: Slots | None
+    _seen: int  # tokens seen
+    _kept: int  # rows per head once the open call has ended
+
+    def _end_call(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every live buffer: keys, values, empty slots, scores, positions."""
+        self._end_call()
+        if self._slots is None:
+            return 0
+        return sum(int(x.nbytes) for x in (self._slots.keys, self._slots.values, *self._slots.state))
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that the keys and values of all tokens seen would take."""
+        if self._slots is None:
+            return 0
+        row = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._slots[:2])
+        return self._seen * row
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens seen per sequence and head."""
+        return self._seen
+
+    @property
+    def tokens_kept(self) -> int:
+        """Tokens held per sequence and head."""
+        return self._kept
+
+    @property
+    def evictions(self) -> int:
+        """Tokens that went, per sequence and head: seen − kept."""
+        return self._seen - self._kept
+
+    @property
+    def compression_ratio(self) -> float:
+        """Tokens seen for each one kept."""
+        return self._seen / self._kept if self._kept else 1.0
+
+    @property
+    def kept_positions(self) -> mx.array:
+        """Positions held, int32 [B, H, n], ascending."""
+        return self._in_order().positions
+
+    @property
+    def scores(self) -> mx.array:
+        """Scores, float32 [B, H, n], in the order of ``kept_positions``."""
+        return self._in_order().scores
+
+    def _in_order(self) -> H2OState:
+        self._end_call()
+        if self._slots is None:
+            return init(0, 0)
+        state = self._slots.state
+        order = mx.argsort(state.positions, axis=-1)
+        return take(state, order[..., order.shape[-1] - self._kept :])

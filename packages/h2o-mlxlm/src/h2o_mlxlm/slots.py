@@ -1,0 +1,91 @@
+"""Key and value rows beside core's state: what moves when a row comes or goes.
+
+Pure functions, but ``put`` reuses a buffer that nobody else holds, as mlx does.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from h2o_core import H2OConfig, H2OState, admit, grow, init, pack, release, take
+from h2o_metal import evict, victims
+
+STEP = 256
+"""Slots added at a time below the budget, as mlx_lm's own cache does."""
+
+
+class Slots(NamedTuple):
+    """C slots per KV head."""
+
+    keys: mx.array  # [B, H, C, D]
+    values: mx.array  # [B, H, C, Dv]
+    state: H2OState
+
+
+def none_yet(keys: mx.array, values: mx.array) -> Slots:
+    """Make slots, none so far, for rows like these."""
+    return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2]))
+
+
+def capacity(slots: Slots) -> int:
+    """Count the slots of each head, C."""
+    return slots.state.positions.shape[-1]
+
+
+def packed(slots: Slots, n_rows: int) -> Slots:
+    """Leave the empty slots out; each head holds ``n_rows`` tokens."""
+    if capacity(slots) == n_rows:
+        return slots
+    order = pack(slots.state, n_rows)
+    return _taken(slots, take(slots.state, order), order)
+
+
+def written(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, budget: int) -> Slots:
+    """Put one token's rows into an empty slot, of which more are made if there is none."""
+    if capacity(slots) == n_rows:
+        # No more than budget + 1 slots, but where the budget does not apply yet.
+        more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
+        slots = _widened(slots, n_rows + more)
+    state, where = admit(slots.state, 1)
+    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+
+
+def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int) -> Slots:
+    """Put the rows of several tokens behind the ``n_rows`` that each head holds."""
+    slots = packed(slots, n_rows)
+    state, _ = admit(slots.state, keys.shape[2])
+    return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
+
+
+def bounded(config: H2OConfig, slots: Slots) -> Slots:
+    """Let the lowest go until each head holds ``budget`` tokens: budget + 1 slots, one of them empty."""
+    if capacity(slots) == config.budget + 1:
+        return slots._replace(state=release(config, slots.state, victims(config, slots.state)))
+    state, order = evict(config, slots.state)
+    # The state has its empty slot already.
+    return _widened(_taken(slots, state, order), config.budget + 1)
+
+
+def ranks(slots: Slots, n_rows: int) -> mx.array:
+    """Find the place of each row among its head's rows by position; 0 for an empty slot. int32 [B, H, C]."""
+    order = mx.argsort(mx.argsort(slots.state.positions, axis=-1), axis=-1).astype(mx.int32)
+    return mx.maximum(order - (capacity(slots) - n_rows), 0)
+
+
+def rows_at(x: mx.array, where: mx.array) -> mx.array:
+    """Gather rows of x [B, H, C, D] by slots [B, H, M]."""
+    return mx.take_along_axis(x, where[..., None], axis=2)
+
+
+def _taken(slots: Slots, state: H2OState, order: mx.array) -> Slots:
+    return Slots(rows_at(slots.keys, order), rows_at(slots.values, order), state)
+
+
+def _widened(slots: Slots, width: int) -> Slots:
+    """Add empty slots on the right, where there are fewer than ``width``; they are finite, for 0 · nan is nan."""
+    more = [(0, 0), (0, 0), (0, width - slots.keys.shape[2]), (0, 0)]
+    return Slots(mx.pad(slots.keys, more), mx.pad(slots.values, more), grow(slots.state, width))
+
+
+def _put(x: mx.array, where: mx.array, row: mx.array) -> mx.array:
+    return mx.put_along_axis(x, mx.broadcast_to(where[..., None], row.shape), row, axis=2)

@@ -1,0 +1,365 @@
+"""The command line: mlx_lm's flags, ours, and one line with exit code 2 for what it can't do."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import huggingface_hub.constants
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import setup_arg_parser
+
+import h2o_mlxlm
+from h2o_core import H2OConfig
+from h2o_mlxlm.cli import flags, generate, main
+
+SMALL = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--max-tokens", "40"]
+LONG = "hello world " * 20
+COUNTS = ["prompt_tokens", "generated_tokens", "kept_tokens", "evictions", "cache_bytes", "full_cache_bytes"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def run(tiny_folder, capsys):
+    """Run ``generate`` on the tiny model: exit code, standard output, standard error."""
+
+    def run(*arguments, model=True):
+        named = ["--model", str(tiny_folder)] if model else []
+        try:
+            code = main(["generate", *named, *arguments])
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def report(run):
+    """Run ``generate --json`` and read what it prints."""
+
+    def report(*arguments):
+        code, out, err = run("--json", *arguments)
+        assert (code, err, out.count("\n")) == (0, "", 1)
+        return json.loads(out)
+
+    return report
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that reach mlx_lm, decoded."""
+    seen = []
+    real = mlx_lm.stream_generate
+
+    def spy(model, tokenizer, prompt, **settings):
+        seen.append(tokenizer.decode(prompt))
+        return real(model, tokenizer, prompt, **settings)
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
+    return seen
+
+
+def assert_refused(result, *parts):
+    """One line on standard error that names each part, exit code 2, nothing printed."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert err.startswith("h2o-mlxlm")
+    assert "Traceback" not in err
+    assert all(part in err for part in parts), err
+
+
+def our_actions():
+    commands = flags.Parser()
+    generate.add_to(commands.add_subparsers(parser_class=flags.Parser))
+    (parser,) = commands._subparsers._group_actions[0].choices.values()
+    return parser._option_string_actions
+
+
+THEIRS = [action for action in setup_arg_parser()._actions if action.dest != "help"]
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=lambda action: action.dest)
+def test_each_flag_of_mlx_lm_is_known_with_its_default_or_refused_by_name(theirs, run):
+    for flag in theirs.option_strings:
+        if flag in flags.REFUSED:
+            value = [] if theirs.nargs == 0 else ["4"]
+            assert_refused(run(flag, *value), f"{flag} can't be used with an H2O cache", flags.REFUSED[flag])
+        else:
+            ours = our_actions()[flag]
+            assert ours.option_strings == theirs.option_strings
+            assert (ours.dest, ours.default, ours.nargs) == (theirs.dest, theirs.default, theirs.nargs)
+
+
+def test_only_flags_of_mlx_lm_are_refused_by_name():
+    assert flags.REFUSED.keys() <= {flag for action in THEIRS for flag in action.option_strings}
+
+
+def test_the_caches_flags_have_the_configurations_defaults():
+    args = argparse.Namespace(**{a.dest: a.default for a in our_actions().values()})
+    assert flags.config_from(args, args.budget) == H2OConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prompt", ""], ["the prompt is empty"]),
+        (["--prompt", " \\n "], ["the prompt is empty"]),
+        (["--prompt", "a\udcffb"], ["the prompt is not"]),
+        (["--budget", "20"], ["n_sink + grace must be below budget", "budget=20"]),
+        (["--budget", "0"], ["budget must be between 1 and"]),
+        (["--budget", "none"], ["--budget", "tokens such as 512 or memory such as 2GB", "'none'"]),
+        (["--budget", "1.5"], ["--budget", "'1.5'"]),
+        (["--budget", "-5"], ["--budget"]),
+        (["--budget", "1KB"], ["--budget: 1000 bytes hold no token"]),
+        (["--budget", "4KB"], ["n_sink + grace must be below budget"]),
+        (["--decay", "0"], ["decay must be in (0, 1]"]),
+        (["--decay", "nan"], ["decay must be in (0, 1]"]),
+        (["--n-sink", "-1"], ["n_sink must be between 0"]),
+        (["--queries", "both"], ["--queries", "'both'"]),
+        (["--positions", "mixed"], ["--positions", "'mixed'"]),
+        (["--temp", "-1"], ["--temp", "must be at least 0, got -1"]),
+        (["--temp", "nan"], ["--temp", "got nan"]),
+        (["--temp", "warm"], ["--temp", "must be a number, got 'warm'"]),
+        (["--top-p", "1.5"], ["--top-p", "must be between 0 and 1, got 1.5"]),
+        (["--min-p", "-0.1"], ["--min-p", "must be between 0 and 1"]),
+        (["--top-k", "1000000", "--temp", "1"], ["top_k"]),
+        (["--max-tokens", "0"], ["--max-tokens", "got 0"]),
+        (["--max-tokens", "2.5"], ["--max-tokens", "'2.5'"]),
+        (["--seed", "-1"], ["--seed", "got -1"]),
+        (["--prefill-step-size", "0"], ["--prefill-step-size", "got 0"]),
+        (["--chat-template-config", "{"], ["--chat-template-config", "must be a JSON object, got '{'"]),
+        (["--chat-template-config", "[1]"], ["must be a JSON object, got '[1]'"]),
+        (["--chat-template-config", '{"tokenize": true}'], ["chat template refuses"]),
+        (["--system-prompt", "refuse"], ["the model's chat template refuses these messages: no system"]),
+        (["--system-prompt", "x", "--ignore-chat-template"], ["need a chat template"]),
+        (["--prefill-response", "x", "--ignore-chat-template"], ["need a chat template"]),
+        (["--adapter-path", "/no/adapter"], ["/no/adapter"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["surplus"], ["surplus"]),
+        (["--budget"], ["--budget", "expected one argument"]),
+    ],
+    ids=lambda value: " ".join(value)[:50],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, arguments, parts):
+    assert_refused(run(*arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("/no/such/folder", "no model folder at /no/such/folder"),
+        ("/no/such/file.gguf", "no GGUF file at /no/such/file.gguf"),
+        ("not a repo!!", "not a repo!!"),
+        ("a/b/c/d", "a/b/c/d"),
+        ("no-such-org/no-such-model", "no-such-org/no-such-model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line(run, model, part):
+    assert_refused(run("--model", model, model=False), part)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "{"),
+        ("config.json", "{}"),
+        ("config.json", '{"model_type": "llama"}'),
+        ("config.json", '{"model_type": "none"}'),
+        ("model.safetensors", "none"),
+        ("model.safetensors", None),
+        ("tokenizer.json", "{"),
+    ],
+)
+def test_a_damaged_model_is_one_line(run, tiny_folder, tmp_path, name, content):
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert_refused(run("--model", str(tmp_path), model=False))
+
+
+def test_without_a_model_installed_the_line_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr(metadata, "files", lambda name: [])
+    assert_refused(run(model=False), "pip install")
+
+
+def test_no_command_is_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert_refused((exit_.value.code, *capsys.readouterr()), "COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("512", 512), ("2GB", 2e9), ("1.5 MB", 1.5e6), ("3kb", 3e3), ("100B", 100.0), ("1TB", 1e12), (" 64 ", 64)],
+)
+def test_a_budget_is_tokens_or_memory(text, value):
+    read = flags.budget(text)
+    assert (read, type(read)) == (value, type(value))
+
+
+def filled(model, budget):
+    """Bytes of full caches of that budget."""
+    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0))
+    mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+    return sum(c.nbytes for c in caches)
+
+
+@pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
+def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes):
+    model = make_model()
+    tokens = generate.tokens_in(model, n_bytes)
+    assert filled(model, tokens) <= n_bytes < filled(model, tokens + 1)
+
+
+@pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
+def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
+    assert H2OConfig(budget=generate.tokens_in(make_model(), n_bytes)).budget > 2**29
+
+
+def test_json_is_one_object_with_the_issues_keys(report):
+    got = report("--prompt", LONG, *SMALL)
+    assert list(got) == ["text", *COUNTS, "config"]
+    assert got["kept_tokens"] <= 24
+    seen = got["kept_tokens"] + got["evictions"]
+    # The last token that is shown may have been fed to the model, or not.
+    assert seen - got["prompt_tokens"] - got["generated_tokens"] in (-1, 0)
+    assert got["evictions"] > 0
+    # Two layers, keys and values, two heads of 16 float32.
+    assert 0 < got["cache_bytes"] < got["full_cache_bytes"] == seen * 2 * 2 * 2 * 16 * 4
+    assert H2OConfig(**got["config"]) == H2OConfig(budget=24, n_sink=2, grace=4)
+
+
+def test_a_memory_budget_bounds_the_cache(report):
+    got = report("--prompt", LONG, "--budget", "20KB", "--max-tokens", "10")
+    assert 15_000 < got["cache_bytes"] <= 20_000
+    assert got["kept_tokens"] == got["config"]["budget"]
+    assert got["evictions"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--queries", "key"], "queries", "key"),
+        (["--positions", "rolling"], "positions", "rolling"),
+        (["--no-evict-during-prefill"], "evict_during_prefill", False),
+        (["--decay", "0.5"], "decay", 0.5),
+    ],
+)
+def test_the_caches_flags_reach_the_cache(report, arguments, name, value):
+    got = report("--prompt", LONG, *SMALL, *arguments)
+    assert got["config"][name] == value
+    assert got["kept_tokens"] == 24
+
+
+def test_with_a_budget_above_all_tokens_the_text_is_mlx_lms(report, tiny_folder):
+    model, tokenizer = h2o_mlxlm.load(str(tiny_folder))
+    want = mlx_lm.generate(model, tokenizer, tokenizer.encode(LONG), max_tokens=60)
+    assert report("--prompt", LONG, "--ignore-chat-template", "--max-tokens", "60")["text"] == want
+
+
+def test_a_dash_reads_standard_input(run, prompts, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
+    assert run("--prompt", "-", *SMALL)[0] == 0
+    assert prompts == ["[user]from a pipe\n<|end|>[assistant]"]
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_empty_standard_input_is_an_empty_prompt(run, monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert_refused(run("--prompt", "-"), "the prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        ([], "[user]hi<|end|>[assistant]"),
+        (["--system-prompt", "Be brief."], "[system]Be brief.<|end|>[user]hi<|end|>[assistant]"),
+        (["--prefill-response", "Well"], "[user]hi<|end|>[assistant]Well"),
+        (["--ignore-chat-template"], "<|bos|>hi"),
+        (["--prompt", r"a\nb\tc"], "[user]a\nb\tc<|end|>[assistant]"),
+        (["--chat-template-config", '{"add_generation_prompt_": 1}'], "[user]hi<|end|>[assistant]"),
+    ],
+)
+def test_the_prompt_is_what_mlx_lm_would_make(run, prompts, arguments, prompt):
+    assert run("--prompt", "hi", *SMALL, *arguments)[0] == 0
+    assert prompts == [prompt]
+
+
+def test_a_seed_makes_sampling_repeat(report):
+    texts = [report("--temp", "1", "--top-k", "50", "--seed", s, *SMALL)["text"] for s in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_more_tokens_can_end_the_text(report):
+    whole = report("--max-tokens", "30")
+    assert whole["generated_tokens"] == 30
+    every = [str(i) for i in range(3, 200)]
+    assert report("--max-tokens", "30", "--extra-eos-token", *every)["generated_tokens"] < 30
+
+
+def test_not_verbose_prints_the_text_alone(run, report):
+    text = report(*SMALL)["text"]
+    assert run("--verbose", "False", *SMALL) == (0, text + "\n", "")
+
+
+def test_verbose_ends_with_a_line_of_figures(run, report):
+    got = report("--prompt", LONG, *SMALL)
+    code, out, _ = run("--prompt", LONG, *SMALL)
+    assert code == 0
+    text, _, last = out.removesuffix("\n").rpartition("\n")
+    assert text == got["text"]
+    for part in (
+        f"prompt {got['prompt_tokens']} tokens",
+        "generated 40 at",
+        "per second",
+        "kept 24 per head",
+        f"evicted {got['evictions']}",
+        f"cache {got['cache_bytes'] / 1e6:.2f} MB, full cache {got['full_cache_bytes'] / 1e6:.2f} MB",
+    ):
+        assert part in last
+
+
+def test_a_long_prefill_shows_a_bar_and_a_short_one_none(run):
+    assert "prompt" in run("--prompt", LONG, "--prefill-step-size", "16", *SMALL)[2]
+    assert run("--prompt", LONG, *SMALL)[2] == ""
+    assert run("--prompt", LONG, "--prefill-step-size", "16", "--verbose", "F", *SMALL)[2] == ""
+
+
+def test_an_interruption_ends_quietly(run, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", interrupted)
+    assert run(*SMALL) == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_as_a_module(arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "h2o_mlxlm", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "generate" in done.stdout
+
+
+def test_as_a_process_the_text_comes_out_and_the_log_apart(tiny_folder):
+    command = [sys.executable, "-m", "h2o_mlxlm", "generate", "--model", str(tiny_folder), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "kept 24 per head" in done.stdout.splitlines()[-1]
+    assert done.stderr.count("\n") == 1
+    assert "CPU back end: weights as float32" in done.stderr
