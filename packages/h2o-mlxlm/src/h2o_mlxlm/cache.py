@@ -227,7 +227,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         scalars = {
             "config": asdict(self.config),
             "scale": self.scale,
-            "traditional": None if self.rotation is None else self.rotation.traditional,
+            "rotation": None if self.rotation is None else list(self.rotation[1:]),
             "seen": self._seen,
             "kept": self._kept,
             "holding": self._holding,
@@ -242,7 +242,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
     def state(self, value: tuple[Any, ...]) -> None:
         keys, values, scores, positions, seen, frequencies, text = value
         scalars = json.loads(text)
-        rotation = None if frequencies is None else Rotation(frequencies, scalars["traditional"])
+        rotation = None if frequencies is None else Rotation(frequencies, *scalars["rotation"])
         H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
         self._slots = None if keys is None else Slots(keys, values, H2OState(scores, positions, seen))
         self._seen, self._kept, self._holding = scalars["seen"], scalars["kept"], scalars["holding"]

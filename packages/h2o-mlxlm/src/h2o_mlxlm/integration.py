@@ -23,6 +23,7 @@ NO_ROLLING = {
     "bailing_moe_linear": "rotates in its linear layers by the same offset",
     "cohere2": "does not rotate the keys of these layers",
     "deepseek_v2": "rotates only the last part of a key",
+    "deepseek_v41": "rotates only the last part of a key",
     "gemma3n": "rotates every layer by the first one's offset",
     "gpt2": "has learned positions",
     "gpt_bigcode": "has learned positions",

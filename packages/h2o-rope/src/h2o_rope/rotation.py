@@ -1,72 +1,56 @@
-"""Rotate rows at arbitrary positions, undo it, and move rows from one position to another."""
+"""What a rotation is, and its arithmetic on float32 rows. Checks nothing and knows no module: see ``moves``."""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_rope._shapes import Float, Float32, Int32
+from h2o_rope._shapes import Float32, Int32
 
 
 class Rotation(NamedTuple):
     """What a RoPE module does to a row, without the module.
 
-    A pair of numbers at index i turns by the angle ``position · frequencies[i]``.
+    A pair of numbers at index i is multiplied by ``factor`` and turned by the angle
+    ``(position · scale) · frequencies[i]``, in radians.
     """
 
     frequencies: Float32[mx.array, " R"]  # radians per position; the first 2R dims of a row are rotated
     traditional: bool  # pairs are (2i, 2i+1) if True, (i, i+R) if False
+    factor: float = 1.0  # yarn's mscale, longrope's scale: on the rotated dims, whatever the position
+    scale: float = 1.0  # linear scaling; apart from the frequencies, for mlx rounds position · scale first
 
 
-def rotate(
-    x: Float[mx.array, "B H n D"], positions: Int32[mx.array, "..."], rotation: Rotation
-) -> Float[mx.array, "B H n D"]:
-    """Rotate each row to its position.
+def turn(
+    rows: Float32[mx.array, "*rows W"],
+    positions: Int32[mx.array, "..."],
+    rotation: Rotation,
+    back: bool = False,
+) -> Float32[mx.array, "*rows W"]:
+    """Turn rows of W = 2R numbers by the angles of their positions, or back by the same angles.
 
-        (a, b) → (a cos θ − b sin θ, a sin θ + b cos θ),  θ = position · frequency
+        (a, b) → (a cos θ − b sin θ, a sin θ + b cos θ),  θ = (position · scale) · frequency
+
+    All in float32 and in the order of ``mx.fast.rope``, so that both round an angle alike: at position
+    131,072 an angle is known to 0.008 radians only, and another order would be off by as much.
 
     Args:
-        x: Rows. Dims behind the rotated ones are left alone.
-        positions: Position of each row, of shape [B, H, n] or one that broadcasts to it.
-        rotation: From ``rotation_of``.
+        rows: Rows of the rotated dims alone.
+        positions: Position of each row, of shape [*rows] or one that broadcasts to it.
+        rotation: Its ``factor`` is not applied.
+        back: True undoes the turn: cos and sin are the same numbers, sin with the other sign.
 
     Returns:
-        Rotated rows in x's dtype; angles and products are float32 whatever it is.
+        Turned rows.
 
     Source:
         Su et al., RoFormer (arXiv 2104.09864), section 3.2.
-
-    >>> quarter = Rotation(mx.array([mx.pi / 2]), traditional=False)
-    >>> mx.abs(rotate(mx.array([[[[1.0, 0.0]]]]), mx.array([[[1]]], mx.int32), quarter)).round(3).tolist()
-    [[[[0.0, 1.0]]]]
     """
-    angle = positions[..., None].astype(mx.float32) * rotation.frequencies
+    angle = (positions.astype(mx.float32) * rotation.scale)[..., None] * rotation.frequencies
     cos, sin = mx.cos(angle), mx.sin(angle)
-    half = rotation.frequencies.shape[0]
-    turned, rest = x[..., : 2 * half].astype(mx.float32), x[..., 2 * half :]
+    if back:
+        sin = -sin
     if rotation.traditional:
-        a, b = turned[..., ::2], turned[..., 1::2]
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-    pair = [a * cos - b * sin, a * sin + b * cos]
-    if rotation.traditional:
-        turned = mx.stack(pair, axis=-1).reshape(turned.shape)
-    else:
-        turned = mx.concatenate(pair, axis=-1)
-    return mx.concatenate([turned.astype(x.dtype), rest], axis=-1)
-
-
-def derotate(
-    x: Float[mx.array, "B H n D"], positions: Int32[mx.array, "..."], rotation: Rotation
-) -> Float[mx.array, "B H n D"]:
-    """Undo ``rotate``: the rows as they were before they were rotated to ``positions``."""
-    return rotate(x, -positions, rotation)
-
-
-def rerotate(
-    x: Float[mx.array, "B H n D"],
-    old: Int32[mx.array, "..."],
-    new: Int32[mx.array, "..."],
-    rotation: Rotation,
-) -> Float[mx.array, "B H n D"]:
-    """Move rows from position ``old`` to position ``new``, in one rotation by the difference."""
-    return rotate(x, new - old, rotation)
+        a, b = rows[..., ::2], rows[..., 1::2]
+        return mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(rows.shape)
+    a, b = mx.split(rows, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
