@@ -60,6 +60,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         self._rolling = config.positions == "rolling"  # stored keys are unrotated
         self._turning = False  # they will be, once the open call has ended
         self._largest = 0  # tokens of the largest call
+        self._ranks: mx.array | None = None  # of the rows shown last
         self._open = 0  # tokens of the open call
         self._mass: mx.array | None = None
 
@@ -108,7 +109,8 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             slots, shown = packed(slots, self._kept), self._kept
         keys, values, state = slots
         if self._rolling and self.rotation is not None:
-            keys = rotate(keys, ranks(slots, shown), self.rotation)
+            self._ranks = ranks(slots, shown, self._ranks if self._open == 1 else None)
+            keys = rotate(keys, self._ranks, self.rotation, below=shown)
         keys, values = keys[:, :, :shown], values[:, :, :shown]
         # Decode evaluates logits alone: tie the scores to them, or they pile up as a graph.
         keys, values = mx.depends([keys, values], [state.scores, state.positions])

@@ -66,10 +66,25 @@ def bounded(config: H2OConfig, slots: Slots) -> Slots:
     return _widened(_taken(slots, state, order), config.budget + 1)
 
 
-def ranks(slots: Slots, n_rows: int) -> mx.array:
-    """Find the place of each row among its head's rows by position; 0 for an empty slot. int32 [B, H, C]."""
-    order = mx.argsort(mx.argsort(slots.state.positions, axis=-1), axis=-1).astype(mx.int32)
-    return mx.maximum(order - (capacity(slots) - n_rows), 0)
+def ranks(slots: Slots, n_rows: int, before: mx.array | None = None) -> mx.array:
+    """Find the place of each row among its head's rows by position; 0 for an empty slot.
+
+    Args:
+        slots: The slots.
+        n_rows: Rows that each head holds.
+        before: The ranks of one call of one token earlier, if there were so many rows then. They spare a
+            sort: one row has been replaced, so the newer ones have moved up by one.
+
+    Returns:
+        int32 [B, H, C].
+    """
+    positions = slots.state.positions
+    if before is None or before.shape != positions.shape or n_rows != capacity(slots):
+        order = mx.argsort(mx.argsort(positions, axis=-1), axis=-1).astype(mx.int32)
+        return mx.maximum(order - (capacity(slots) - n_rows), 0)
+    new = positions == positions.max(axis=-1, keepdims=True)
+    gone = mx.where(new, before, 0).sum(axis=-1, keepdims=True)
+    return mx.where(new, n_rows - 1, before - (before > gone))
 
 
 def rows_at(x: mx.array, where: mx.array) -> mx.array:

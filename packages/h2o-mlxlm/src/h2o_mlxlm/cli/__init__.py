@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import generate
+from h2o_mlxlm.cli import bench, generate
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="h2o-mlxlm", description="Generate text with a bounded, heavy-hitter KV cache.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     generate.add_to(commands)
+    bench.add_to(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
