@@ -51,24 +51,40 @@ def attend(
     batch, n_query_heads, n_queries, _ = q.shape
     n_heads, n_rows = k.shape[1], k.shape[2]
     grouped = (q.astype(mx.float32) * scale).reshape(batch, n_heads, -1, n_queries, q.shape[-1])
-    keys = k.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
-    values = v.astype(mx.float32)[:, :, None]
+    keys, values = k.astype(mx.float32).swapaxes(-1, -2), v.astype(mx.float32)
     weights = decay_weights(n_queries, decay, lengths) * (n_heads / n_query_heads)
     block = max(1, BLOCK_ELEMENTS // (batch * n_query_heads * n_rows))
-    mass = mx.zeros((batch, n_heads, n_rows), mx.float32)
-    outs = []
+    outs, masses = [], []
     for start in range(0, n_queries, block):
         stop = min(start + block, n_queries)
         # Under the causal rule this block sees nothing right of its last query's own row.
-        unseen = n_queries - stop if isinstance(mask, str) else 0
-        shown = n_rows - unseen
-        logits = grouped[..., start:stop, :] @ keys[..., :shown]
+        shown = n_rows - (n_queries - stop if isinstance(mask, str) else 0)
+        # The group's queries are rows of one product: its keys and values are read once.
+        rows = grouped[..., start:stop, :].flatten(2, 3)
+        logits = mx.unflatten(rows @ keys[..., :shown], 2, (-1, stop - start))
         p = _softmax(logits, _block_mask(mask, start, stop, shown), sinks)
-        outs.append((p @ values[..., :shown, :]).astype(v.dtype))
-        received = (weights[:, None, None, None, start:stop] @ p).sum(axis=(2, 3))
-        mass = mass + mx.pad(received, [(0, 0), (0, 0), (0, unseen)])
+        part = mx.unflatten(p.flatten(2, 3) @ values[..., :shown, :], 2, (-1, stop - start))
+        outs.append(part.astype(v.dtype))
+        masses.append(_weighted(p, weights[:, start:stop]))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=-2)
-    return out.reshape(batch, n_query_heads, n_queries, v.shape[-1]), mass
+    return out.reshape(batch, n_query_heads, n_queries, v.shape[-1]), _summed(masses, n_rows)
+
+
+def _weighted(p: Float32[mx.array, "B H G N C"], weights: Float32[mx.array, "_ N"]) -> Float32[mx.array, "B H C"]:
+    """The sum over queries, weighted, and over the group."""
+    if p.shape[3] == 1:
+        # A product with one number is no matrix product, and far from free as one.
+        return weights[:, None] * p.sum(axis=(2, 3))
+    return (weights[:, None, None, None] @ p).sum(axis=(2, 3))
+
+
+def _summed(masses: list[mx.array], n_rows: int) -> Float32[mx.array, "B H C"]:
+    """Masses of blocks that saw the first so many rows each."""
+    widened = [m if m.shape[-1] == n_rows else mx.pad(m, [(0, 0), (0, 0), (0, n_rows - m.shape[-1])]) for m in masses]
+    total = widened[0]
+    for mass in widened[1:]:
+        total = total + mass
+    return total
 
 
 def decay_weights(n_queries: int, decay: float, lengths: Int32[mx.array, " B"] | None) -> Float32[mx.array, "_ N"]:

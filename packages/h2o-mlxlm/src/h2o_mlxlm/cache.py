@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from h2o_core import H2OConfig, H2OState, observe
+from h2o_core import H2OConfig, H2OState
 from h2o_metal import attend
 from h2o_mlxlm.books import Books
 from h2o_mlxlm.masks import remember
-from h2o_mlxlm.slots import Slots, appended, bounded, none_yet, packed, ranks, rows_at, written
+from h2o_mlxlm.slots import Slots, appended, none_yet, packed, ranks, rows_at, scored, written
 from h2o_rope import Rotation, derotate, rotate
 
 
@@ -146,11 +146,8 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             return
         if self._mass is None:
             self._raise_unreported()
-        slots = self._live()
-        mass = mx.pad(self._mass, [(0, 0), (0, 0), (0, slots.keys.shape[2] - self._shown)])
-        slots = slots._replace(state=observe(self.config, slots.state, mass, self._open))
-        if self._kept < self._shown:
-            slots = bounded(self.config, slots)
+        over = self._kept < self._shown
+        slots = scored(self.config, self._live(), self._mass, self._open, over)
         if self._turning and self.rotation is not None:
             slots = slots._replace(keys=derotate(slots.keys, slots.state.positions, self.rotation))
             self._rolling, self._turning = True, False

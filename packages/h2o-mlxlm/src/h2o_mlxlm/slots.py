@@ -3,11 +3,13 @@
 Pure functions, but ``put`` reuses a buffer that nobody else holds, as mlx does.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, admit, grow, init, pack, release, take
+from h2o_core import H2OConfig, H2OState, admit, grow, init, observe, pack, release, take
 from h2o_metal import evict, victims
 
 STEP = 256
@@ -57,13 +59,41 @@ def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int) -> Slo
     return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
 
 
-def bounded(config: H2OConfig, slots: Slots) -> Slots:
-    """Let the lowest go until each head holds ``budget`` tokens: budget + 1 slots, one of them empty."""
+def scored(config: H2OConfig, slots: Slots, mass: mx.array, n_tokens: int, over: bool) -> Slots:
+    """End a call: its mass goes into the scores and, if heads are ``over`` the budget, the lowest go.
+
+    Then there are budget + 1 slots, one of them empty.
+
+    Args:
+        config: Decay, budget, protection.
+        slots: The slots that the call attended to.
+        mass: float32 [B, H, M], M at most C: of the first M slots.
+        n_tokens: Tokens of the call.
+        over: Heads hold more than ``budget`` tokens and the budget applies.
+    """
+    if mass.shape[-1] < capacity(slots):
+        mass = mx.pad(mass, [(0, 0), (0, 0), (0, capacity(slots) - mass.shape[-1])])
+    if over and n_tokens == 1 and capacity(slots) == config.budget + 1:
+        return slots._replace(state=_decode_end(config)(slots.state, mass))
+    slots = slots._replace(state=observe(config, slots.state, mass, n_tokens))
+    if not over:
+        return slots
     if capacity(slots) == config.budget + 1:
         return slots._replace(state=release(config, slots.state, victims(config, slots.state)))
     state, order = evict(config, slots.state)
     # The state has its empty slot already.
     return _widened(_taken(slots, state, order), config.budget + 1)
+
+
+@lru_cache(maxsize=32)
+def _decode_end(config: H2OConfig) -> Callable[[H2OState, mx.array], H2OState]:
+    """Observe and evict for one token, compiled: most of its cost would be that of starting small operations."""
+
+    def end(state: H2OState, mass: mx.array) -> H2OState:
+        state = observe(config, state, mass, 1)
+        return release(config, state, victims(config, state))
+
+    return mx.compile(end)
 
 
 def ranks(slots: Slots, n_rows: int, before: mx.array | None = None) -> mx.array:
