@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm import generate
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
@@ -84,13 +84,15 @@ def test_text_stays_coherent_far_past_the_budget(llama, way):
 
 @pytest.mark.parametrize("config", [H2OConfig(budget=1024), H2OConfig(budget=1024, positions="rolling")], ids=str)
 def test_with_room_for_all_the_text_is_mlx_lms_own(llama, config):
-    row = prompts(llama.tokenizer)[0].tolist()
-    expected = generate(llama.model, llama.tokenizer, row, max_tokens=200)
+    prompt = prompts(llama.tokenizer)[0]
+    expected = [token for token, _ in generate_step(prompt, llama.model, max_tokens=200)]
     install(llama.model, config)
     try:
-        assert generate(llama.model, llama.tokenizer, row, max_tokens=200) == expected
+        ours = [token for token, _ in generate_step(prompt, llama.model, max_tokens=200)]
     finally:
         uninstall(llama.model)
+    assert len(ours) == 200
+    assert ours == expected
 
 
 CONTEXT, SCORED = 1024, 512

@@ -42,6 +42,24 @@ assert not extra, extra
 print("h2o-core alone: simulated")
 PY
 
+uv venv --quiet rope
+uv pip install --quiet --python rope "$(wheel_of h2o-rope)"
+uv pip check --python rope
+rope/bin/python -I - <<'PY'
+from importlib.util import find_spec
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from h2o_rope import derotate
+
+rope, x = nn.RoPE(8), mx.random.normal((1, 2, 3, 8))
+assert mx.allclose(derotate(rope(x, offset=5), mx.array([[[5, 6, 7]]]), rope), x, atol=1e-4)
+extra = [name for name in ("h2o_core", "h2o_metal", "h2o_mlxlm", "mlx_lm", "jaxtyping") if find_spec(name)]
+assert not extra, extra
+print("h2o-rope alone: derotated")
+PY
+
 uv venv --quiet all
 uv pip install --quiet --python all "${requirements[@]}"
 uv pip check --python all

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, scaled_dot_product_attention, uninstall
 from h2o_rope import Rotation, rotation_of
+from h2o_rope.rotation import _tables
 
 SMALL = H2OConfig(budget=24, n_sink=2, grace=4)
 
@@ -173,6 +174,29 @@ def test_turning_changes_nothing_but_positions():
     assert (auto.state[0].shape, auto.offset) == (rolling.state[0].shape, 62)
     assert mx.allclose(auto.keys, rolling.keys, atol=1e-5)
     assert mx.array_equal(auto.kept_positions, rolling.kept_positions)
+
+
+def test_rolling_keeps_no_second_copy_of_the_keys():
+    """By its books, and by what the process holds."""
+    held = {}
+    for positions in ("original", "rolling"):
+        cache = H2OKVCache(H2OConfig(budget=512, positions=positions), rotation=rotation_of(nn.RoPE(64)))
+        wide = {"n_heads": 8, "width": 64, "value_width": 64, "group": 1, "dtype": mx.float16}
+        _tables.cache_clear()  # of angles; all layers share them
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        for i in range(3):
+            mx.eval(attend(cache, *rows(i, 400, **wide)), attend(cache, *rows(i, 1, **wide)), cache.state)
+        for i in range(5):
+            mx.eval(attend(cache, *rows(i, 1, **wide)))
+        assert cache.evictions > 0
+        mx.eval(cache.state)
+        _tables.cache_clear()
+        mx.clear_cache()
+        held[positions] = (cache.nbytes, mx.get_active_memory() - before)
+    books, process = (held["rolling"][i] / held["original"][i] for i in range(2))
+    assert 1 < books <= 1.1
+    assert process <= 1.1
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

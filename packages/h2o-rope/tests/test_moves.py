@@ -136,3 +136,12 @@ def test_the_doors_name_what_does_not_fit():
             move(x, mx.array([0]), nn.RoPE(16))
         with pytest.raises(TypeError, match=r"the RoPE module that a model calls, got int"):
             move(x, mx.array([0]), 8)
+
+
+def test_looked_up_angles_are_the_same_numbers():
+    """``below`` is a promise about positions; it changes the time and nothing else."""
+    for rope in (nn.RoPE(16), nn.RoPE(16, traditional=True, base=500.0, scale=0.25)):
+        x = mx.random.normal((2, 3, 40, 24), key=mx.random.key(3))
+        positions = mx.random.randint(0, 300, (2, 3, 40), key=mx.random.key(4))
+        for below in (300, 511, 512, 513):
+            assert mx.array_equal(rotate(x, positions, rope, below=below), rotate(x, positions, rope))

@@ -12,6 +12,7 @@ class Books:
     _slots: Slots | None
     _seen: int  # tokens seen
     _kept: int  # rows per head once the open call has ended
+    _ranks: mx.array | None  # of the rows shown last, with rolling positions
 
     def _end_call(self) -> None:
         raise NotImplementedError
@@ -22,7 +23,8 @@ class Books:
         self._end_call()
         if self._slots is None:
             return 0
-        return sum(int(x.nbytes) for x in (self._slots.keys, self._slots.values, *self._slots.state))
+        held = (self._slots.keys, self._slots.values, *self._slots.state, self._ranks)
+        return sum(int(x.nbytes) for x in held if x is not None)
 
     @property
     def full_bytes(self) -> int:

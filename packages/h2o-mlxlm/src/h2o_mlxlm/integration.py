@@ -177,6 +177,11 @@ def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> 
             f'positions="{positions}" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
             'use positions="original"'
         )
+    if "mrope" in repr(vars(getattr(model, "args", None) or model)):
+        raise ValueError(
+            f'positions="{positions}" can\'t be used with {_name(model)}, which has several positions a token '
+            '(M-RoPE): use positions="original"'
+        )
     ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
     if len(ropes) != 1:
         raise ValueError(

@@ -21,22 +21,7 @@ class Rotation(NamedTuple):
     scale: float = 1.0  # linear scaling; apart from the frequencies, for mlx rounds position · scale first
 
 
-_TABLE_STEP = 256
-
-
-class _Same:
-    """A rotation that equals itself alone, so that tables can be remembered by it; arrays have no such equality."""
-
-    def __init__(self, rotation: Rotation) -> None:
-        self.rotation = rotation
-        self._identity = (id(rotation.frequencies), *rotation[1:])
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    def __eq__(self, other: object) -> bool:
-        # Both hold their array, so neither id can have been used again.
-        return isinstance(other, _Same) and self._identity == other._identity
+_SMALLEST_TABLE = 256
 
 
 def turn(
@@ -70,8 +55,10 @@ def turn(
     if below is None:
         cos, sin = _cos_sin(positions, rotation)
     else:
-        # In steps, so that a cache that grows by a row at a time does not make a table a row.
-        cos, sin = (table[positions] for table in _table(_Same(rotation), -(-below // _TABLE_STEP) * _TABLE_STEP))
+        # A power of two, so that a cache that grows by a row at a time does not make a table a row.
+        n = max(_SMALLEST_TABLE, 1 << (below - 1).bit_length())
+        tables = _tables(_content(rotation), rotation.scale, n)
+        cos, sin = (table[positions] for table in tables)
     if back:
         sin = -sin
     if rotation.traditional:
@@ -86,9 +73,16 @@ def _cos_sin(positions: Int32[mx.array, "..."], rotation: Rotation) -> tuple[mx.
     return mx.cos(angle), mx.sin(angle)
 
 
+def _content(rotation: Rotation) -> tuple[float, ...]:
+    """The frequencies as numbers: a copy of a rotation is another array, but has the same ones."""
+    values = rotation.frequencies.tolist()
+    return tuple(values)  # type: ignore[arg-type]
+
+
 @lru_cache(maxsize=4)
-def _table(same: _Same, n: int) -> tuple[mx.array, mx.array]:
-    """cos and sin of the positions 0 … n − 1. The layers of a model share one rotation, and so one table."""
-    tables = _cos_sin(mx.arange(n, dtype=mx.int32), same.rotation)
+def _tables(frequencies: tuple[float, ...], scale: float, n: int) -> tuple[mx.array, mx.array]:
+    """cos and sin of the positions 0 … n − 1, one pair for all layers and copies of a model's caches."""
+    rotation = Rotation(mx.array(frequencies, mx.float32), traditional=False, scale=scale)
+    tables = _cos_sin(mx.arange(n, dtype=mx.int32), rotation)
     mx.eval(*tables)  # used again by other graphs, maybe on other threads
     return tables
