@@ -396,3 +396,26 @@ def test_the_rotation_is_data():
     cache = copy.deepcopy(H2OKVCache(H2OConfig(positions="rolling"), rotation=rotation))
     assert cache.rotation.traditional is True
     assert H2OKVCache(H2OConfig(), rotation=rotation).rotation is None
+
+
+def test_several_positions_a_token_cannot_roll():
+    scaling = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    args = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
+    args |= {"rms_norm_eps": 1e-5, "vocab_size": 64, "rope_scaling": scaling}
+    several = llama.Model(llama.ModelArgs(model_type="llama", **args))
+    with pytest.raises(ValueError, match=r'several positions a token \(M-RoPE\): use positions="original"'):
+        make_prompt_cache(several, H2OConfig(positions="rolling"))
+    assert isinstance(make_prompt_cache(several, H2OConfig())[0], H2OKVCache)
+
+
+def test_auto_takes_the_trained_length_from_the_model_or_asks(model):
+    args = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
+    args |= {"rms_norm_eps": 1e-5, "vocab_size": 64}
+    trained = llama.Model(llama.ModelArgs(model_type="llama", max_position_embeddings=4096, **args))
+    assert make_prompt_cache(trained, H2OConfig(positions="auto"))[0].config.trained_length == 4096
+    given = H2OConfig(positions="auto", trained_length=1000)
+    assert make_prompt_cache(trained, given)[0].config == given
+    with pytest.raises(ValueError, match="budget=4096, trained_length=4096"):
+        make_prompt_cache(trained, H2OConfig(budget=4096, positions="auto"))
+    with pytest.raises(ValueError, match="how long llama was trained for, and its arguments do not say"):
+        make_prompt_cache(model, H2OConfig(positions="auto"))
