@@ -6,21 +6,8 @@ from h2o_mlxlm.cli import main
 
 
 def test_each_variant_takes_its_turns_and_says_under_what_circumstances(capsys):
-    argv = [
-        "bench",
-        "--budget",
-        "32",
-        "48",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--steps",
-        "5",
-        "--dtype",
-        "float16",
-        "--json",
-    ]
+    argv = ["bench", "--budget", "32", "48", "--kv-heads", "2", "--head-dim", "16"]
+    argv += ["--steps", "5", "--dtype", "float16", "--json"]
     assert main(argv) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     variants = ["recency", "original", "key queries", "rolling"]
