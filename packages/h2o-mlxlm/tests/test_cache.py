@@ -1,6 +1,8 @@
 """H2OKVCache: its contract with mlx_lm, its books, its memory and what it refuses."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -419,3 +421,73 @@ def test_auto_takes_the_trained_length_from_the_model_or_asks(model):
         make_prompt_cache(trained, H2OConfig(budget=4096, positions="auto"))
     with pytest.raises(ValueError, match="how long llama was trained for, and its arguments do not say"):
         make_prompt_cache(model, H2OConfig(positions="auto"))
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("queries", ["true", "key"])
+def test_a_cache_goes_on_in_another_thread(model, positions, queries):
+    """An unevaluated array can be evaluated by the thread that made it alone, so none may be left over."""
+    config = H2OConfig(budget=24, n_sink=2, grace=4, positions=positions, queries=queries)
+
+    def turn(caches):
+        return generated(model, caches, mx.arange(30) % 64, 20)
+
+    caches, alone = make_prompt_cache(model, config), make_prompt_cache(model, config)
+    expected = [turn(alone), turn(alone), turn(alone)]
+    assert [in_a_thread(lambda: turn(caches)), turn(caches), in_a_thread(lambda: turn(caches))] == expected
+    assert caches[1].kept_positions.tolist() == alone[1].kept_positions.tolist()
+
+
+def test_two_threads_generate_at_once(model):
+    install(model, SMALL)
+    try:
+        prompts = [mx.arange(start, start + 40) % 64 for start in (0, 7)]
+        expected = [[t for t, _ in generate_step(p, model, max_tokens=40)] for p in prompts]
+        with ThreadPoolExecutor(2) as pool:
+            at_once = list(pool.map(lambda p: [t for t, _ in generate_step(p, model, max_tokens=40)], prompts))
+        assert at_once == expected
+    finally:
+        uninstall(model)
+
+
+def test_asking_for_caches_never_uninstalls_for_a_moment(model):
+    install(model, SMALL)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(lambda _: type(plain_cache(model)[0]), range(2000)))
+    finally:
+        sys.setswitchinterval(interval)
+        uninstall(model)
+    assert set(made) == {H2OKVCache}
+
+
+def test_a_failed_install_leaves_the_one_before(model):
+    install(model, SMALL)
+    try:
+        with pytest.raises(ValueError, match="how long llama was trained for"):
+            install(model, H2OConfig(positions="auto"))
+        assert plain_cache(model)[0].config == SMALL
+    finally:
+        uninstall(model)
+
+
+def test_a_configuration_of_another_kind_is_refused(model):
+    with pytest.raises(TypeError, match="config must be an H2OConfig, got 64"):
+        make_prompt_cache(model, 64)
+
+
+def test_attention_reported_after_its_call_is_refused():
+    cache = H2OKVCache(SMALL)
+    q, k, v = rows(0, 5)
+    keys, values = cache.update_and_fetch(k, v)
+    scaled_dot_product_attention(q, keys, values, cache, 0.3, "causal")
+    assert cache.scores.shape == (1, 2, 5)
+    with pytest.raises(RuntimeError, match="whose call has ended"):
+        scaled_dot_product_attention(q, keys, values, cache, 0.3, "causal")

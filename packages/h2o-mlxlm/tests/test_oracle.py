@@ -15,7 +15,12 @@ from h2o_core.conformance import TOLERANCE, Head, same_choice
 from h2o_mlxlm import H2OConfig, make_prompt_cache
 
 HEADS, KV_HEADS, WIDTH, THETA = 4, 2, 8, 100.0
-CALLS = [20, 7, *[1] * 25, 6, *[1] * 10]
+CALLS = {
+    "a long prompt": [20, 7, *[1] * 25, 6, *[1] * 10],
+    # The budget is reached while decoding, one token at a time.
+    "a short prompt": [3, *[1] * 45],
+    "one token first": [*[1] * 40, 2, 1, 1],
+}
 
 
 def model():
@@ -102,14 +107,15 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_keeps_what_the_oracle_keeps_at_every_step(name, monkeypatch):
-    config, the_model = CONFIGS[name], model()
+def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
+    config, the_model, calls = CONFIGS[name], model(), CALLS[calls]
     caches = make_prompt_cache(the_model, config)
     oracles = [OracleCache(config, the_model.layers[0].self_attn.scale) for _ in the_model.layers]
-    tokens = mx.random.randint(0, 64, (1, sum(CALLS)), key=mx.random.key(1))
+    tokens = mx.random.randint(0, 64, (1, sum(calls)), key=mx.random.key(1))
     compared, at, parted = 0, 0, set()
-    for n in CALLS:
+    for n in calls:
         before = [[len(head.evicted) for head in oracle.heads] for oracle in oracles]
         chunk = tokens[:, at : at + n]
         logits = the_model(chunk, cache=caches)

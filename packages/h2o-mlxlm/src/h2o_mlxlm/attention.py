@@ -51,7 +51,9 @@ def scaled_dot_product_attention(
     causal: Literal["causal"] | None = "causal" if queries.shape[2] > 1 else None
     out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
     cache.observe(mass)
-    return out
+    # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
+    tied: list[mx.array] = mx.depends([out], [mass])
+    return tied[0]
 
 
 def _made_by_ours(mask: mx.array | str | None, n_queries: int) -> bool:

@@ -60,7 +60,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         self._rolling = config.positions == "rolling"  # stored keys are unrotated
         self._turning = False  # they will be, once the open call has ended
         self._largest = 0  # tokens of the largest call
-        self._ranks: mx.array | None = None  # of the rows shown last
+        self._ranks: mx.array | None = None  # of the rows shown last, if they filled all slots
         self._open = 0  # tokens of the open call
         self._mass: mx.array | None = None
 
@@ -99,7 +99,10 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         self.offset = self._kept if self._rolling or self._turning else self._seen
         shown = self.keys_and_values()
         if self.config.queries == "key":
-            self.observe(self._key_mass(keys, shown[0]))
+            mass = self._key_mass(keys, shown[0])
+            self.observe(mass)
+            # No attention of ours follows to tie the mass to.
+            shown = tuple(mx.depends(list(shown), [mass]))
         return shown
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -109,11 +112,13 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             slots, shown = packed(slots, self._kept), self._kept
         keys, values, state = slots
         if self._rolling and self.rotation is not None:
-            self._ranks = ranks(slots, shown, self._ranks if self._open == 1 else None)
-            keys = rotate(keys, self._ranks, self.rotation, below=shown)
+            places = ranks(slots, shown, self._ranks if self._open == 1 else None)
+            keys = rotate(keys, places, self.rotation, below=shown)
+            # Only ranks of full slots carry over: the next row must take the place of one that has a rank.
+            self._ranks = places if shown == keys.shape[2] else None
         keys, values = keys[:, :, :shown], values[:, :, :shown]
-        # Decode evaluates logits alone: tie the scores to them, or they pile up as a graph.
-        keys, values = mx.depends([keys, values], [state.scores, state.positions])
+        # Decode evaluates logits alone: tie the state to them, or it piles up as a graph.
+        keys, values = mx.depends([keys, values], list(state))
         return keys, values
 
     def observe(self, mass: mx.array) -> None:
@@ -121,7 +126,15 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
 
         Args:
             mass: float32 [B, H, M], made with the configuration's decay.
+
+        Raises:
+            RuntimeError: No call is open.
         """
+        if not self._open:
+            raise RuntimeError(
+                "attention was reported to an H2O cache whose call has ended: read its properties before or after "
+                "a forward pass of the model, not during one"
+            )
         self._mass = mass if self._mass is None else self._mass + mass
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
@@ -195,7 +208,8 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         raise RuntimeError(
             'an H2O cache with queries="true" never got its attention reported, so it can\'t know what to '
             "evict: make it with h2o_mlxlm.make_prompt_cache(model, config) or install(model, config), which "
-            'place the hook, or use H2OConfig(queries="key"), which needs none'
+            'place the hook, or use H2OConfig(queries="key"), which needs none. If the hook was there, a call was '
+            "interrupted before its attention: start from a fresh cache"
         )
 
     # What mlx_lm asks of a cache

@@ -52,9 +52,12 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
         The list that ``prompt_cache=`` takes.
 
     Raises:
+        TypeError: ``config`` is no ``H2OConfig``.
         ValueError: This model, or one of its layers, can't do what the configuration asks; it says why
             and what can.
     """
+    if not isinstance(config, H2OConfig):
+        raise TypeError(f"config must be an H2OConfig, got {config!r}: H2OConfig(budget=512), for example")
     own = _own_caches(model)
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     _check_layers(model, own, ours, partial)
@@ -82,8 +85,8 @@ def install(model: nn.Module, config: H2OConfig, partial: bool = False) -> None:
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    uninstall(model)
     make_prompt_cache(model, config, partial)
+    uninstall(model)
     model.make_cache = _MakeCache(model, config, partial, vars(model).get("make_cache"))
 
 
@@ -107,15 +110,17 @@ class _MakeCache:
 
 
 def _own_caches(model: nn.Module) -> list[Any]:
-    """The caches that the model itself asks for."""
-    installed = vars(model).get("make_cache")
-    if isinstance(installed, _MakeCache):
-        uninstall(model)
-        try:
-            return list(mlx_lm_cache.make_prompt_cache(model))
-        finally:
-            model.make_cache = installed
-    return list(mlx_lm_cache.make_prompt_cache(model))
+    """The caches that the model itself asks for, whatever is installed on it."""
+    # Never by uninstalling for a moment: another thread may be asking for caches.
+    make = vars(model).get("make_cache")
+    if isinstance(make, _MakeCache):
+        make = make.previous
+    if make is not None:
+        return list(make())
+    of_class = getattr(type(model), "make_cache", None)
+    if of_class is not None:
+        return list(of_class(model))
+    return [mlx_lm_cache.KVCache() for _ in model.layers]
 
 
 def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: bool) -> None:

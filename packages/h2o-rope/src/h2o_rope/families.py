@@ -37,7 +37,9 @@ def rotation_of(rope: nn.Module) -> Rotation:
         )
     family = f"{type(rope).__module__}.{type(rope).__qualname__}"
     if family in FAMILIES:
-        return FAMILIES[family](rope)
+        rotation = FAMILIES[family](rope)
+        mx.eval(rotation.frequencies)  # a graph could be evaluated by the thread that made it alone
+        return rotation
     why = REFUSED.get(family, f"that family is not known; known are {', '.join(sorted(FAMILIES))}")
     raise ValueError(
         f"keys rotated by {family} can't be moved to other positions, for {why}; "

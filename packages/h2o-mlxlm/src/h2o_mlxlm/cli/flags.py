@@ -119,7 +119,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-evict-during-prefill",
         action="store_true",
-        help="Hold the whole prompt until the first new token",
+        help="Hold the whole prompt until its last token",
     )
 
 
