@@ -1,12 +1,14 @@
 """What a user asks of a cache: how much it holds, what went, and which tokens stay."""
 
+from abc import ABC, abstractmethod
+
 import mlx.core as mx
 
 from h2o_core import H2OState, init, take
 from h2o_mlxlm.slots import Slots
 
 
-class Books:
+class Books(ABC):
     """The figures that an H2O cache keeps, per sequence and head where tokens are counted."""
 
     _slots: Slots | None
@@ -14,8 +16,9 @@ class Books:
     _kept: int  # rows per head once the open call has ended
     _ranks: mx.array | None  # of the rows shown last, with rolling positions
 
+    @abstractmethod
     def _end_call(self) -> None:
-        raise NotImplementedError
+        """Bring the figures up to date."""
 
     @property
     def nbytes(self) -> int:
