@@ -23,9 +23,9 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
     """Keep at most ``budget`` tokens per KV head: one layer's cache, for sequences of equal length.
 
     A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``,
-    ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into the scores, and the
-    lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts in full, and
-    nothing goes before it has been attended to.
+    ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
+    the scores, and the lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts
+    in full, and nothing goes before it has been attended to.
 
     Args:
         config: What to keep.
