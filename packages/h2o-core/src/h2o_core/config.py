@@ -89,14 +89,14 @@ raise budget above 20 or lower n_sink or grace
 
 
 # Above this, int32 positions and slot arithmetic could overflow.
-_LARGEST = 2**30
+MOST_TOKENS = 2**30
 
 
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer number of tokens, got {value!r}")
-    if not least <= value <= _LARGEST:
-        raise ValueError(f"{name} must be between {least} and {_LARGEST} tokens, got {value}")
+    if not least <= value <= MOST_TOKENS:
+        raise ValueError(f"{name} must be between {least} and {MOST_TOKENS} tokens, got {value}")
 
 
 def _check_decay(value: object) -> None:

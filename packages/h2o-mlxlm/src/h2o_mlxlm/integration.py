@@ -63,6 +63,8 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     _check_layers(model, own, ours, partial)
     if config.queries == "true":
         _place_hook(model)
+    if config.positions != "original":
+        _check_moving(model, config.positions)
     layers = _layers_of(model, own)
     if config.positions == "auto" and config.trained_length is None:
         config = replace(config, trained_length=_trained_length(model))
@@ -176,7 +178,8 @@ def _trained_length(model: nn.Module) -> int:
     )
 
 
-def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> Rotation:
+def _check_moving(model: nn.Module, positions: str) -> None:
+    """Refuse models whose cached keys are not just keys rotated at one position each."""
     for family in _families(model) & NO_ROLLING.keys():
         raise ValueError(
             f'positions="{positions}" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
@@ -187,6 +190,9 @@ def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> 
             f'positions="{positions}" can\'t be used with {_name(model)}, which has several positions a token '
             '(M-RoPE): use positions="original"'
         )
+
+
+def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> Rotation:
     ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
     if len(ropes) != 1:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Key and value rows beside core's state: what moves when a row comes or goes.
 
-Pure functions, but ``put`` reuses a buffer that nobody else holds, as mlx does.
+Pure functions, but ``written`` reuses a buffer that nobody else holds, as mlx does.
 """
 
 from collections.abc import Callable

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from h2o_core import H2OConfig
+from h2o_core.config import MOST_TOKENS
 from h2o_mlxlm.cli import flags
 
 _INFINITY = float("inf")
 _BIG = 2**31 - 1
-_MOST_TOKENS = 2**30
 
 
 def add_to(commands: Any) -> None:
@@ -116,7 +116,7 @@ def tokens_in(model: Any, n_bytes: float) -> int:
         sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
     slot = sizes[1] - sizes[0]
     fixed = sizes[0] - 2 * slot
-    tokens = int((min(n_bytes, _MOST_TOKENS * slot) - fixed) // slot) - 1
+    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
     if tokens < 1:
         raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
     return tokens
