@@ -18,6 +18,9 @@ from h2o_core import H2OConfig
         ({"decay": 1.01}, ValueError, r"decay must be in \(0, 1\], got 1.01"),
         ({"decay": math.nan}, ValueError, r"decay must be in \(0, 1\], got nan"),
         ({"decay": "1"}, TypeError, "decay must be a number"),
+        ({"long_share": 1.5}, ValueError, r"long_share must be in \[0, 1\], got 1.5"),
+        ({"long_share": math.nan}, ValueError, r"long_share must be in \[0, 1\], got nan"),
+        ({"long_share": True}, TypeError, "long_share must be a number"),
         ({"queries": "both"}, ValueError, "queries must be one of 'true', 'key', got 'both'"),
         ({"positions": "mixed"}, ValueError, "positions must be one of 'original', 'rolling', 'auto', got 'mixed'"),
         ({"trained_length": 4096}, ValueError, 'trained_length is for positions="auto" alone, got 4096'),
@@ -40,3 +43,8 @@ def test_it_is_immutable_and_hashable():
     with pytest.raises(AttributeError):
         config.budget = 3
     assert hash(config) == hash(H2OConfig())
+
+
+def test_the_places_for_old_sums_are_a_share_of_those_for_heavy_hitters():
+    places = {share: H2OConfig(budget=64, n_sink=4, grace=16, long_share=share).n_long for share in (0, 0.5, 0.99, 1)}
+    assert places == {0: 0, 0.5: 22, 0.99: 43, 1: 44}

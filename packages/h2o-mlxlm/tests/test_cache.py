@@ -77,7 +77,7 @@ def test_its_books_add_up():
     assert (cache.tokens_seen, cache.tokens_kept, cache.size(), cache.offset) == (100, 24, 24, 100)
     assert (cache.evictions, cache.compression_ratio) == (76, 100 / 24)
     # Keys, values (float16) with one empty slot; scores, positions; tokens seen.
-    assert cache.nbytes == 2 * 25 * (8 + 6) * 2 + 2 * 25 * (4 + 4) + 4
+    assert cache.nbytes == 2 * 25 * (8 + 6) * 2 + 2 * 25 * (4 + 4 + 4) + 4
     assert cache.full_bytes == 100 * 2 * (8 + 6) * 2
     positions, scores = cache.kept_positions, cache.scores
     assert positions.shape == scores.shape == (1, 2, 24)
@@ -234,6 +234,7 @@ def test_a_copy_and_a_restored_state_go_on_alike(model, positions):
     assert generated(model, copies, mx.array([3]), 20) == expected
     assert generated(model, restored, mx.array([3]), 20) == expected
     assert mx.array_equal(restored[1].scores, caches[1].scores)
+    assert mx.array_equal(restored[1].totals, caches[1].totals)
 
 
 def test_a_fresh_state_can_be_restored():

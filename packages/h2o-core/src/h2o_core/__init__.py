@@ -2,18 +2,35 @@
 
 The state is immutable and every step is a function of it, so that a researcher can replay attention
 without a model and an adapter can put the steps where its framework has them.
+
+Names load when they are first used: a configuration needs no mlx, and a command line answers ``--help`` at once.
 """
 
-from h2o_core.attention import attend
-from h2o_core.config import H2OConfig
-from h2o_core.eviction import decode_step, evict, protected, release, survivors, victims
-from h2o_core.scoring import observe
-from h2o_core.simulate import Trace, simulate
-from h2o_core.state import H2OState, admit, grow, init, occupied, pack, take, visible
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h2o_core.attention import Mass, attend
+    from h2o_core.config import H2OConfig
+    from h2o_core.eviction import decode_step, evict, protected, release, survivors, victims
+    from h2o_core.scoring import observe
+    from h2o_core.simulation import Trace, simulate
+    from h2o_core.state import H2OState, admit, grow, init, occupied, pack, take, visible
+
+_NAMES = {
+    "attention": ("Mass", "attend"),
+    "config": ("H2OConfig",),
+    "eviction": ("decode_step", "evict", "protected", "release", "survivors", "victims"),
+    "scoring": ("observe",),
+    "simulation": ("Trace", "simulate"),
+    "state": ("H2OState", "admit", "grow", "init", "occupied", "pack", "take", "visible"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "H2OConfig",
     "H2OState",
+    "Mass",
     "Trace",
     "admit",
     "attend",
@@ -32,3 +49,10 @@ __all__ = [
     "victims",
     "visible",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value

@@ -20,6 +20,9 @@ class H2OConfig:
         grace: Newest positions that are never evicted (the paper's recent window); at least 0.
             ``n_sink + grace`` must be below ``budget``.
         decay: Factor on every score per token seen, in (0, 1]; 1 is the paper's plain sum.
+        long_share: Share of the places for heavy hitters, ``budget − n_sink − grace``, that go to the largest
+            sums of attention without decay, in [0, 1]; the others go by score. With 0, or without decay,
+            the scores alone decide.
         queries: Whose attention makes the mass: ``"true"`` the model's queries, ``"key"`` the
             incoming key standing in for them, which needs no hook in the model.
         positions: ``"original"`` keys keep the rotary position they arrived with; ``"rolling"`` the kept
@@ -51,6 +54,7 @@ raise budget above 20 or lower n_sink or grace
     n_sink: int = 4
     grace: int = 16
     decay: float = 0.98
+    long_share: float = 0.0
     queries: Queries = "true"
     positions: Positions = "original"
     evict_during_prefill: bool = True
@@ -67,12 +71,18 @@ raise budget above 20 or lower n_sink or grace
                 "or lower n_sink or grace"
             )
         _check_decay(self.decay)
+        _check_share(self.long_share)
         _check_choice("queries", self.queries, get_args(Queries))
         _check_choice("positions", self.positions, get_args(Positions))
         if not isinstance(self.evict_during_prefill, bool):
             raise TypeError(f"evict_during_prefill must be True or False, got {self.evict_during_prefill!r}")
         if self.trained_length is not None:
             self._check_trained_length(self.trained_length)
+
+    @property
+    def n_long(self) -> int:
+        """Places for the largest sums without decay."""
+        return int(self.long_share * (self.budget - self.n_sink - self.grace))
 
     def _check_trained_length(self, length: int) -> None:
         _check_count("trained_length", length, least=1)
@@ -104,6 +114,13 @@ def _check_decay(value: object) -> None:
         raise TypeError(f"decay must be a number in (0, 1], got {value!r}")
     if not (math.isfinite(value) and 0 < value <= 1):
         raise ValueError(f"decay must be in (0, 1], got {value}: 1 never forgets, smaller forgets faster")
+
+
+def _check_share(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"long_share must be a number in [0, 1], got {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"long_share must be in [0, 1], got {value}: the share of heavy hitters kept for old sums")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -26,6 +26,11 @@ class Row:
     key: Vector
     value: Vector
     score: float = 0.0
+    total: float = 0.0
+
+    def is_finite(self) -> bool:
+        """Say whether the row can be ranked by its numbers."""
+        return math.isfinite(self.score) and math.isfinite(self.total)
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Head:
                 )
                 for w, row in zip(p, shown, strict=True):
                     row.score += w / len(queries)
+                    row.total += w / len(queries)
         if n_tokens == 1:
             self.holding = False
         while not self.holding and len(self.rows) > self.config.budget:
@@ -99,7 +105,11 @@ class Head:
             for row in self.rows
             if row.position >= self.config.n_sink and row.position <= newest - self.config.grace
         ]
-        victim = min(open_rows, key=lambda row: (math.isfinite(row.score), row.score, row.position))
+        # Places for long-term rows are theirs whoever goes, so the rest goes by score among itself.
+        by_total = sorted(open_rows, key=lambda row: (row.is_finite(), row.total, row.position), reverse=True)
+        long_term = [row for row in by_total[: self.config.n_long] if row.is_finite()]
+        others = [row for row in open_rows if row not in long_term]
+        victim = min(others, key=lambda row: (row.is_finite(), row.score, row.position))
         self.rows.remove(victim)
         self.evicted.append(victim)
 
@@ -115,21 +125,27 @@ def close(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * (1 + max(abs(a), abs(b)))
 
 
-def same_choice(kept: set[int], expected: set[int], scores: dict[int, float], tolerance: float) -> bool:
+def same_choice(kept: set[int], expected: set[int], rows: dict[int, Row], tolerance: float) -> bool:
     """Compare two kept sets of one head at the first step where they differ.
 
     Two implementations in float32 sum in different orders, so they may choose either of two rows whose
-    scores all but tie. After such a step the comparison of that head ends.
+    scores, or totals, all but tie. After such a step the comparison of that head ends.
 
     Args:
         kept: Positions that the implementation holds.
         expected: Positions that the oracle holds.
-        scores: The oracle's score of every position held before the eviction.
+        rows: The oracle's row of every position held before the eviction.
         tolerance: From ``TOLERANCE``.
 
     Returns:
-        True if the sets are equal, or differ by rows whose scores are within the tolerance.
+        True if the sets are equal, or differ by rows whose scores, or whose totals, are within the tolerance.
     """
-    ours = sorted(scores[p] for p in kept - expected)
-    theirs = sorted(scores[p] for p in expected - kept)
-    return len(ours) == len(theirs) and all(close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = [rows[p] for p in kept - expected], [rows[p] for p in expected - kept]
+    return len(ours) == len(theirs) and (
+        _all_close([row.score for row in ours], [row.score for row in theirs], tolerance)
+        or _all_close([row.total for row in ours], [row.total for row in theirs], tolerance)
+    )
+
+
+def _all_close(a: list[float], b: list[float], tolerance: float) -> bool:
+    return all(close(x, y, tolerance) for x, y in zip(sorted(a), sorted(b), strict=True))

@@ -1,14 +1,14 @@
-"""Who goes: the lowest score among the unprotected rows, and what stays when several must go."""
+"""Who goes: the lowest score among the rows that may, and what stays when several must go."""
 
 import mlx.core as mx
 
-from h2o_core._shapes import Bool, Float, Float32, Integer
+from h2o_core._shapes import Bool, Float, Float32, Int32, Integer
 from h2o_core.attention import attend
 from h2o_core.config import H2OConfig
 from h2o_core.scoring import observe
 from h2o_core.state import EMPTY, H2OState, grow, occupied, take, visible
 
-_LAST = 2**31 - 1
+_FIRST_TO_GO, _LAST_TO_GO = -(2**63), 2**63 - 1
 
 
 def protected(config: H2OConfig, state: H2OState) -> Bool[mx.array, "B H C"]:
@@ -17,56 +17,73 @@ def protected(config: H2OConfig, state: H2OState) -> Bool[mx.array, "B H C"]:
     return (state.positions < config.n_sink) | (state.positions > newest - config.grace)
 
 
-def _rank_by(config: H2OConfig, state: H2OState) -> Float32[mx.array, "B H C"]:
-    """The score to rank by: protected rows last, scores that are not finite first."""
-    finite = mx.where(mx.isfinite(state.scores), state.scores, -mx.inf)
-    return mx.where(protected(config, state), mx.inf, finite)
+def _ordered(values: Float32[mx.array, "B H C"], positions: Int32[mx.array, "B H C"]) -> Integer[mx.array, "B H C"]:
+    """Integers that order rows by value, then by position: unique, so that nothing depends on the order of slots.
+
+    Ties are real: a decayed weight underflows to 0.
+    """
+    bits = values.view(mx.int32)
+    # The bits of a float order as an integer does, but for negative ones, which count backwards.
+    ascending = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ascending.astype(mx.int64) * 2**32 + positions
+
+
+def _rank(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H C"]:
+    """Order rows by who goes first: not finite, then by score; long-term rows and protected ones last."""
+    finite = mx.isfinite(state.scores) & mx.isfinite(state.totals)
+    stays = protected(config, state)
+    if config.n_long:
+        stays = stays | _long_term(config, state, finite & ~stays)
+    return _ordered(mx.where(stays, mx.inf, mx.where(finite, state.scores, -mx.inf)), state.positions)
+
+
+def _long_term(config: H2OConfig, state: H2OState, open_rows: Bool[mx.array, "B H C"]) -> Bool[mx.array, "B H C"]:
+    """The ``n_long`` rows with the largest totals, of the open ones."""
+    open_rows = open_rows & occupied(state)
+    rank = mx.where(open_rows, _ordered(state.totals, state.positions), _FIRST_TO_GO)
+    return open_rows & (rank >= _nth_largest(rank, config.n_long))
+
+
+def _nth_largest(rank: Integer[mx.array, "B H C"], n: int) -> Integer[mx.array, "B H 1"]:
+    at = max(0, rank.shape[-1] - n)
+    return mx.partition(rank, at, axis=-1)[..., at : at + 1]
 
 
 def victims(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H 1"]:
     """Find the row that goes from each head: lowest score, then lowest position.
 
-    Ties are real: a decayed weight underflows to 0. The lowest slot would make the result depend on the
-    order of slots.
+    Rows that are protected, or among the ``n_long`` with the largest totals, don't go.
 
     Returns:
         The slot of the victim.
     """
-    rank = mx.where(occupied(state), _rank_by(config, state), mx.inf)
-    lowest = rank == rank.min(axis=-1, keepdims=True)
-    candidate = lowest & occupied(state)
-    return mx.argmin(mx.where(candidate, state.positions, _LAST), axis=-1, keepdims=True)
+    rank = mx.where(occupied(state), _rank(config, state), _LAST_TO_GO)
+    return mx.argmin(rank, axis=-1, keepdims=True)
 
 
 def release(config: H2OConfig, state: H2OState, slots: Integer[mx.array, "B H 1"]) -> H2OState:
     """Empty the given slots of the heads that hold more than ``budget`` tokens."""
     over = occupied(state).sum(axis=-1, keepdims=True) > config.budget
     gone = over & (mx.arange(state.positions.shape[-1]) == slots)
-    return state._replace(scores=mx.where(gone, 0.0, state.scores), positions=mx.where(gone, EMPTY, state.positions))
+    scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
+    return state._replace(scores=scores, totals=totals, positions=mx.where(gone, EMPTY, state.positions))
 
 
 def survivors(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H K"]:
     """Find the ``budget`` rows that stay, as if the lowest went one by one with the scores as they are.
 
-    Thresholds on score and then on position, and no order among equals, so that no sort has to be stable.
     Heads that hold fewer rows than ``budget`` get empty slots behind them.
 
     Returns:
         Slots, those that hold a token first and in slot order.
     """
-    capacity = state.positions.shape[-1]
-    n_gone = capacity - config.budget
-    # Empty slots have the lowest rank and the lowest position, so they go before any token.
-    rank = mx.where(occupied(state), _rank_by(config, state), -mx.inf)
-    least = mx.sort(rank, axis=-1)[..., n_gone : n_gone + 1]
-    tied = rank == least
-    n_tied_gone = n_gone - (rank < least).sum(axis=-1, keepdims=True)
-    ordered = mx.sort(mx.where(tied, state.positions, _LAST), axis=-1)
-    oldest = mx.take_along_axis(ordered, n_tied_gone, axis=-1)
-    kept = (rank > least) | (tied & (state.positions >= oldest))
-    slot = mx.arange(capacity)
-    group = mx.where(kept & occupied(state), 0, mx.where(occupied(state), 2, 1))
-    return mx.argsort(slot + capacity * group, axis=-1)[..., : config.budget]
+    held = occupied(state)
+    rank = mx.where(held, _rank(config, state), _FIRST_TO_GO)
+    kept = held & (rank >= _nth_largest(rank, config.budget))
+    slot = mx.arange(state.positions.shape[-1])
+    # Then empty ones, and last the rows that go.
+    group = mx.where(kept, 0, mx.where(held, 2, 1))
+    return mx.argsort(slot + slot.size * group, axis=-1)[..., : config.budget]
 
 
 def evict(config: H2OConfig, state: H2OState) -> tuple[H2OState, Integer[mx.array, "B H K"]]:

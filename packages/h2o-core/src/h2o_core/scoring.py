@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 
-from h2o_core._shapes import Float32, Int32
+from h2o_core._shapes import Int32
+from h2o_core.attention import Mass
 from h2o_core.config import H2OConfig
 from h2o_core.state import H2OState, occupied
 
@@ -10,13 +11,14 @@ from h2o_core.state import H2OState, occupied
 def observe(
     config: H2OConfig,
     state: H2OState,
-    mass: Float32[mx.array, "B H C"],
+    mass: Mass,
     n_tokens: int,
     lengths: Int32[mx.array, " B"] | None = None,
 ) -> H2OState:
     """Add the mass of a call to the scores.
 
-        scores ← scores · decay^n + mass
+        scores ← scores · decay^n + decayed mass
+        totals ← totals + total mass
 
     with n the sequence's real tokens in the call, so that one call of n tokens and n calls of one leave
     the same scores. A new token's own probability counts: it does not start at 0.
@@ -29,7 +31,7 @@ def observe(
         lengths: Real tokens per sequence, None if all N are.
 
     Returns:
-        The state with new scores.
+        The state with new scores and totals.
 
     Source:
         H2O (arXiv 2306.14048), Algorithm 1; the decay is an addition of this project's seed.
@@ -39,4 +41,8 @@ def observe(
         n = mx.array(n_tokens) if lengths is None else lengths[:, None, None]
         scores = scores * mx.power(mx.array(config.decay, mx.float32), n.astype(mx.float32))
     # Where, not a sum, for empty slots: their mass is 0, but 0 must stay 0 when a score is not finite.
-    return state._replace(scores=mx.where(occupied(state), scores + mass, 0.0))
+    held = occupied(state)
+    return state._replace(
+        scores=mx.where(held, scores + mass.decayed, 0.0),
+        totals=mx.where(held, state.totals + mass.total, 0.0),
+    )

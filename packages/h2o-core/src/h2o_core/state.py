@@ -16,7 +16,8 @@ EMPTY = -1
 class H2OState(NamedTuple):
     """The kept tokens of B sequences and H KV heads in C slots. Slots are in no particular order."""
 
-    scores: Float32[mx.array, "B H C"]  # what eviction ranks by; 0 where the slot is empty
+    scores: Float32[mx.array, "B H C"]  # mass received, decayed; 0 where the slot is empty
+    totals: Float32[mx.array, "B H C"]  # mass received in all, never decayed; 0 where the slot is empty
     positions: Int32[mx.array, "B H C"]  # absolute place in the sequence; EMPTY where the slot is empty
     seen: Int32[mx.array, " B"]  # tokens seen so far
 
@@ -30,7 +31,7 @@ def init(batch: int, n_kv_heads: int, capacity: int = 0) -> H2OState:
         capacity: Empty slots to begin with, C.
 
     Returns:
-        A state with scores 0, positions EMPTY and seen 0.
+        A state with scores and totals 0, positions EMPTY and seen 0.
 
     >>> init(1, 2, capacity=3).positions.shape
     (1, 2, 3)
@@ -38,6 +39,7 @@ def init(batch: int, n_kv_heads: int, capacity: int = 0) -> H2OState:
     shape = (batch, n_kv_heads, capacity)
     return H2OState(
         scores=mx.zeros(shape, mx.float32),
+        totals=mx.zeros(shape, mx.float32),
         positions=mx.full(shape, EMPTY, mx.int32),
         seen=mx.zeros((batch,), mx.int32),
     )
@@ -53,6 +55,7 @@ def grow(state: H2OState, capacity: int) -> H2OState:
     more = [(0, 0), (0, 0), (0, capacity - state.positions.shape[-1])]
     return state._replace(
         scores=mx.pad(state.scores, more),
+        totals=mx.pad(state.totals, more),
         positions=mx.pad(state.positions, more, constant_values=mx.array(EMPTY, mx.int32)),
     )
 
@@ -61,6 +64,7 @@ def take(state: H2OState, slots: Integer[mx.array, "B H M"]) -> H2OState:
     """Keep the given slots, in the given order."""
     return state._replace(
         scores=mx.take_along_axis(state.scores, slots, axis=-1),
+        totals=mx.take_along_axis(state.totals, slots, axis=-1),
         positions=mx.take_along_axis(state.positions, slots, axis=-1),
     )
 
@@ -81,13 +85,16 @@ def pack(state: H2OState, n_rows: int) -> Integer[mx.array, "B H M"]:
 
 
 def admit(
-    state: H2OState, n_tokens: int, lengths: Int32[mx.array, " B"] | None = None
+    state: H2OState,
+    n_tokens: int,
+    lengths: Int32[mx.array, " B"] | None = None,
+    slots: Integer[mx.array, "B H 1"] | None = None,
 ) -> tuple[H2OState, Integer[mx.array, "B H N"]]:
     """Give slots to the rows of a call.
 
     One token goes to the first empty slot, of which every head must have one (``grow`` makes them). Several
     tokens go behind the last slot, so that the chunk's rows stand together and in order; the caller packs
-    first, so that no empty slot is left between. A fresh row has score 0: its own attention comes in
+    first, so that no empty slot is left between. A fresh row has score and total 0: its own attention comes in
     ``observe``.
 
     Args:
@@ -95,6 +102,7 @@ def admit(
         n_tokens: N, rows of this call, at least 1.
         lengths: Real tokens of each sequence in this call, the rest being padding on the right;
             None if all N are real. A padding row leaves its slot empty.
+        slots: An empty slot of each head for a call of one token, where it is known; None looks for the first.
 
     Returns:
         The state with the new rows and ``seen`` advanced, and the slot of each row.
@@ -108,21 +116,15 @@ def admit(
     seen = state.seen + (n_tokens if lengths is None else lengths)
     if n_tokens == 1:
         slot = mx.arange(capacity)
-        slots = mx.argmin(mx.where(occupied(state), capacity, slot), axis=-1, keepdims=True)
+        if slots is None:
+            slots = mx.argmin(mx.where(occupied(state), capacity, slot), axis=-1, keepdims=True)
         hit = slot == slots
-        return (
-            H2OState(mx.where(hit, 0.0, state.scores), mx.where(hit, new, state.positions), seen),
-            slots,
-        )
+        scores, totals = (mx.where(hit, 0.0, x) for x in (state.scores, state.totals))
+        return H2OState(scores, totals, mx.where(hit, new, state.positions), seen), slots
     slots = mx.broadcast_to(index + capacity, new.shape)
-    return (
-        H2OState(
-            scores=mx.concatenate([state.scores, mx.zeros(new.shape, mx.float32)], axis=-1),
-            positions=mx.concatenate([state.positions, new], axis=-1),
-            seen=seen,
-        ),
-        slots,
-    )
+    fresh = mx.zeros(new.shape, mx.float32)
+    scores, totals = (mx.concatenate([x, fresh], axis=-1) for x in (state.scores, state.totals))
+    return H2OState(scores, totals, mx.concatenate([state.positions, new], axis=-1), seen), slots
 
 
 def visible(state: H2OState, n_tokens: int, lengths: Int32[mx.array, " B"] | None = None) -> Bool[mx.array, "B H N C"]:

@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
     out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
     cache.observe(mass)
     # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
-    tied: list[mx.array] = mx.depends([out], [mass])
+    tied: list[mx.array] = mx.depends([out], list(mass))
     return tied[0]
 
 

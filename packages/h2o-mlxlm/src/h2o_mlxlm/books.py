@@ -22,7 +22,7 @@ class Books(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every live buffer: keys, values, empty slots, scores, positions."""
+        """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions."""
         self._end_call()
         if self._slots is None:
             return 0
@@ -64,8 +64,13 @@ class Books(ABC):
 
     @property
     def scores(self) -> mx.array:
-        """Scores, float32 [B, H, n], in the order of ``kept_positions``."""
+        """Mass received, decayed: float32 [B, H, n], in the order of ``kept_positions``."""
         return self._in_order().scores
+
+    @property
+    def totals(self) -> mx.array:
+        """Mass received in all: float32 [B, H, n], in the order of ``kept_positions``."""
+        return self._in_order().totals
 
     def _in_order(self) -> H2OState:
         self._end_call()

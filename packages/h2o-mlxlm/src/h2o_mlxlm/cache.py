@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from h2o_core import H2OConfig, H2OState
+from h2o_core import H2OConfig, H2OState, Mass
 from h2o_metal import attend
 from h2o_mlxlm.books import Books
 from h2o_mlxlm.masks import remember
-from h2o_mlxlm.slots import Slots, appended, none_yet, packed, ranks, rows_at, scored, written
+from h2o_mlxlm.slots import Slots, appended, none_yet, packed, ranks, rows_at, scored, turned, written
 from h2o_rope import Rotation, derotate, rotate
 
 
@@ -62,7 +62,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         self._largest = 0  # tokens of the largest call
         self._ranks: mx.array | None = None  # of the rows shown last, if they filled all slots
         self._open = 0  # tokens of the open call
-        self._mass: mx.array | None = None
+        self._mass: Mass | None = None
 
     # A call
 
@@ -80,13 +80,17 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             ValueError: Batch, heads, width or dtype differ from the calls before.
             RuntimeError: The call before this one was never reported to ``observe``.
         """
-        self._end_call()
-        self._check_call(keys, values)
         n = keys.shape[2]
+        mass = self._mass if n == 1 and self._in_steady_decode() else None
+        if mass is None:
+            self._end_call()
+        self._check_call(keys, values)
         if self._rolling and self.rotation is not None:
             keys = derotate(keys, self.offset + mx.arange(n, dtype=mx.int32), self.rotation)
         slots = none_yet(keys, values) if self._slots is None else self._slots
-        if n == 1:
+        if mass is not None:
+            self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
+        elif n == 1:
             self._slots = written(slots, keys, values, self._kept, self.config.budget)
         else:
             self._slots = appended(slots, keys, values, self._kept)
@@ -102,7 +106,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             mass = self._key_mass(keys, shown[0])
             self.observe(mass)
             # No attention of ours follows to tie the mass to.
-            shown = tuple(mx.depends(list(shown), [mass]))
+            shown = tuple(mx.depends(list(shown), list(mass)))
         return shown
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -121,11 +125,11 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         keys, values = mx.depends([keys, values], list(state))
         return keys, values
 
-    def observe(self, mass: mx.array) -> None:
+    def observe(self, mass: Mass) -> None:
         """Take the mass that the open call's attention gave to each row it attended to.
 
         Args:
-            mass: float32 [B, H, M], made with the configuration's decay.
+            mass: Two float32 [B, H, M], made with the configuration's decay.
 
         Raises:
             RuntimeError: No call is open.
@@ -135,7 +139,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
                 "attention was reported to an H2O cache whose call has ended: read its properties before or after "
                 "a forward pass of the model, not during one"
             )
-        self._mass = mass if self._mass is None else self._mass + mass
+        self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Make the mask of the next call, as mlx_lm's caches do.
@@ -166,11 +170,16 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             self._rolling, self._turning = True, False
         self._slots, self._open, self._mass = slots, 0, None
 
+    def _in_steady_decode(self) -> bool:
+        """Say whether the open call has one token, fills every slot and will leave one empty."""
+        full = self._open == 1 and self._shown == self.config.budget + 1 and self._kept < self._shown
+        return full and self._mass is not None and not self._turning and self._live().keys.shape[2] == self._shown
+
     def _outgrown(self, length: int) -> bool:
         """Say whether positions up to ``length`` are more than the model was trained for."""
         return self.config.trained_length is not None and length > self.config.trained_length
 
-    def _key_mass(self, keys: mx.array, shown: mx.array) -> mx.array:
+    def _key_mass(self, keys: mx.array, shown: mx.array) -> Mass:
         """The mass when each incoming key, where the model put it, stands in for its query."""
         n = keys.shape[2]
         if n == 1:
@@ -248,16 +257,16 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             "largest": self._largest,
         }
         slots = self._slots
-        arrays = [None] * 5 if slots is None else [slots.keys, slots.values, *slots.state]
+        arrays = [None] * 6 if slots is None else [slots.keys, slots.values, *slots.state]
         return (*arrays, frequencies, json.dumps(scalars))
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        keys, values, scores, positions, seen, frequencies, text = value
+        keys, values, *books, frequencies, text = value
         scalars = json.loads(text)
         rotation = None if frequencies is None else Rotation(frequencies, *scalars["rotation"])
         H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
-        self._slots = None if keys is None else Slots(keys, values, H2OState(scores, positions, seen))
+        self._slots = None if keys is None else Slots(keys, values, H2OState(*books))
         self._seen, self._kept, self._holding = scalars["seen"], scalars["kept"], scalars["holding"]
         self._rolling, self._largest = scalars["rolling"], scalars["largest"]
         self.offset = self._kept if self._rolling else self._seen

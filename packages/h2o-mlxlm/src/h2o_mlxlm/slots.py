@@ -4,12 +4,12 @@ Pure functions, but ``written`` reuses a buffer that nobody else holds, as mlx d
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, admit, grow, init, observe, pack, release, take
+from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take
 from h2o_metal import evict, victims
 
 STEP = 256
@@ -48,8 +48,33 @@ def written(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, budget:
         # No more than budget + 1 slots, but where the budget does not apply yet.
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = _widened(slots, n_rows + more)
-    state, where = admit(slots.state, 1)
+    state, where = _admitted(slots.state)
     return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+
+
+def turned(config: H2OConfig, slots: Slots, mass: Mass, keys: mx.array, values: mx.array) -> Slots:
+    """End a call of one token over the budget and put the next token's rows where a row has gone.
+
+    What ``scored`` and ``written`` do, with their small operations compiled into one function: starting them
+    would be most of their cost.
+    """
+    state, where = _turn(config)(slots.state, mass)
+    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+
+
+@lru_cache(maxsize=32)
+def _turn(config: H2OConfig) -> Callable[[H2OState, Mass], tuple[H2OState, mx.array]]:
+    def turn(state: H2OState, mass: Mass) -> tuple[H2OState, mx.array]:
+        state = observe(config, state, mass, 1)
+        # The new row takes the victim's slot as it is: it need not be emptied first.
+        return admit(state, 1, slots=victims(config, state))
+
+    return mx.compile(turn)
+
+
+@mx.compile
+def _admitted(state: H2OState) -> tuple[H2OState, mx.array]:
+    return admit(state, 1)
 
 
 def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int) -> Slots:
@@ -59,7 +84,7 @@ def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int) -> Slo
     return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
 
 
-def scored(config: H2OConfig, slots: Slots, mass: mx.array, n_tokens: int, over: bool) -> Slots:
+def scored(config: H2OConfig, slots: Slots, mass: Mass, n_tokens: int, over: bool) -> Slots:
     """End a call: its mass goes into the scores and, if heads are ``over`` the budget, the lowest go.
 
     Then there are budget + 1 slots, one of them empty.
@@ -67,15 +92,15 @@ def scored(config: H2OConfig, slots: Slots, mass: mx.array, n_tokens: int, over:
     Args:
         config: Decay, budget, protection.
         slots: The slots that the call attended to.
-        mass: float32 [B, H, M], M at most C: of the first M slots.
+        mass: Two float32 [B, H, M], M at most C: of the first M slots.
         n_tokens: Tokens of the call.
         over: Heads hold more than ``budget`` tokens and the budget applies.
     """
-    if mass.shape[-1] < capacity(slots):
-        mass = mx.pad(mass, [(0, 0), (0, 0), (0, capacity(slots) - mass.shape[-1])])
-    if over and n_tokens == 1 and capacity(slots) == config.budget + 1:
-        return slots._replace(state=_decode_end(config)(slots.state, mass))
-    slots = slots._replace(state=observe(config, slots.state, mass, n_tokens))
+    missing = capacity(slots) - mass.total.shape[-1]
+    if missing:
+        mass = Mass(*(mx.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in mass))
+    observed = _observe_one(config) if n_tokens == 1 else partial(observe, config, n_tokens=n_tokens)
+    slots = slots._replace(state=observed(slots.state, mass))
     if not over:
         return slots
     if capacity(slots) == config.budget + 1:
@@ -86,14 +111,8 @@ def scored(config: H2OConfig, slots: Slots, mass: mx.array, n_tokens: int, over:
 
 
 @lru_cache(maxsize=32)
-def _decode_end(config: H2OConfig) -> Callable[[H2OState, mx.array], H2OState]:
-    """Observe and evict for one token, compiled: most of its cost would be that of starting small operations."""
-
-    def end(state: H2OState, mass: mx.array) -> H2OState:
-        state = observe(config, state, mass, 1)
-        return release(config, state, victims(config, state))
-
-    return mx.compile(end)
+def _observe_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
+    return mx.compile(partial(observe, config, n_tokens=1))
 
 
 def ranks(slots: Slots, n_rows: int, before: mx.array | None = None) -> mx.array:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core._shapes import Float, Float32, Int32
-from h2o_core.attention import decay_weights
+from h2o_core.attention import Mass, decay_weights
 from h2o_core.config import H2OConfig
 from h2o_core.eviction import evict, release, victims
 from h2o_core.scoring import observe
@@ -101,8 +101,8 @@ def _attended(
     held = mx.where(occupied(state)[:, :, None, None], mx.take_along_axis(rows, place, axis=-1), 0.0)
     total = held.sum(axis=-1, keepdims=True)
     p = mx.where(total > 0, held / mx.where(total > 0, total, 1.0), 0.0).mean(axis=2)
-    mass = (decay_weights(n, config.decay, None)[:, None] @ p)[..., 0, :]
-    return observe(config, state, mass, n), total[..., 0].mean(axis=2)
+    mass = decay_weights(n, (config.decay, 1.0), None)[:, None] @ p
+    return observe(config, state, Mass(mass[:, :, 0], mass[:, :, 1]), n), total[..., 0].mean(axis=2)
 
 
 def _bounded(config: H2OConfig, state: H2OState) -> H2OState:

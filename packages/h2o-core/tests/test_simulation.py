@@ -11,7 +11,7 @@ from h2o_core.conformance import close
 
 def naive(rows, config, prompt_len):
     """One KV head, [G][T][T] floats: kept, retained and evicted per step, from the definition."""
-    scores, held_until = {}, prompt_len > 1 or config.evict_during_prefill
+    scores, totals = {}, {}
     kept, retained, evicted = [], [], []
     n_steps = len(rows[0])
     holding = not config.evict_during_prefill
@@ -19,6 +19,7 @@ def naive(rows, config, prompt_len):
         last_of_call = t >= prompt_len - 1
         visible = [*scores, t]
         scores = {p: s * config.decay for p, s in scores.items()} | {t: 0.0}
+        totals[t] = 0.0
         share = 0.0
         for row in rows:
             held = math.fsum(row[t][p] for p in visible)
@@ -26,19 +27,20 @@ def naive(rows, config, prompt_len):
             for p in visible:
                 if held > 0:
                     scores[p] += row[t][p] / held / len(rows)
+                    totals[p] += row[t][p] / held / len(rows)
         retained.append(share)
         if t >= prompt_len or prompt_len == 1:
             holding = False
         gone = []
         while last_of_call and not holding and len(scores) > config.budget:
             open_rows = [p for p in scores if config.n_sink <= p <= t - config.grace]
-            gone.append(min(open_rows, key=lambda p: (scores[p], p)))
+            old = sorted(open_rows, key=lambda p: (totals[p], p), reverse=True)[: config.n_long]
+            gone.append(min(set(open_rows) - set(old), key=lambda p: (scores[p], p)))
             del scores[gone[-1]]
         fits = last_of_call and len(scores) <= config.budget
         kept.append(sorted(scores) if fits else [])
         single = len(gone) == 1 and not (t == prompt_len - 1 and prompt_len > 1)
         evicted.append(gone[0] if single else -1)
-    assert held_until is not None
     return kept, retained, evicted
 
 
@@ -51,6 +53,7 @@ def cases(draw):
         n_sink=n_sink,
         grace=draw(st.integers(0, budget - 1 - n_sink)),
         decay=draw(st.sampled_from([1.0, 0.9])),
+        long_share=draw(st.sampled_from([0.0, 0.5])),
         evict_during_prefill=draw(st.booleans()),
     )
     n_steps = draw(st.integers(1, 24))
