@@ -1,0 +1,59 @@
+"""Where a row was measured, and the file that rows go to."""
+
+import csv
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def circumstances() -> dict[str, Any]:
+    """Say where and with what a measurement is made: device, machine, versions, date."""
+    import mlx.core as mx
+
+    return {
+        "device": str(mx.default_device()),
+        "chip": str(mx.device_info().get("device_name", platform.machine())),
+        "machine": platform.platform(),
+        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "h2o-mlxlm")},
+        "date": date.today().isoformat(),
+    }
+
+
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV file. New columns go to the right; earlier rows have none of them.
+
+    Args:
+        path: The file; made if there is none.
+        rows: Mappings of mappings at most one deep: ``versions`` becomes ``versions.mlx`` and so on.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    added = [_flat(row) for row in rows]
+    columns, earlier = _read(path)
+    wanted = list(dict.fromkeys(columns + [key for row in added for key in row]))
+    fresh = wanted != columns
+    with path.open("w" if fresh else "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, wanted)
+        if fresh:
+            writer.writeheader()
+            writer.writerows(earlier)
+        writer.writerows(added)
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    if not path.exists():
+        return [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or []), list(reader)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
