@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import bench, generate
+from h2o_mlxlm.cli import bench, compare, evaluate, generate
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     generate.add_to(commands)
     bench.add_to(commands)
+    evaluate.add_to(commands)
+    compare.add_to(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
