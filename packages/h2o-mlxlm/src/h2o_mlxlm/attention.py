@@ -23,6 +23,8 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Attend as mlx_lm does; for a cache of ours with ``queries="true"`` report the mass to it.
 
+    A cache with ``queries="key"`` has made its mass already, with or without this function.
+
     Args:
         queries: [B, Hq, N, D].
         keys: [B, H, M, D], from the cache's ``update_and_fetch``.
@@ -38,7 +40,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: A cache of ours is given a mask that it did not make.
     """
-    if not isinstance(cache, H2OKVCache) or cache.config.queries == "key":
+    if not isinstance(cache, H2OKVCache) or (cache.config.queries == "key" and not _on_cpu()):
         out: mx.array = plain_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return out
     if not _made_by_ours(mask, queries.shape[2]):
@@ -50,10 +52,17 @@ def scaled_dot_product_attention(
     # Every mask of ours says the same: all kept rows, then the chunk's own, causally.
     causal: Literal["causal"] | None = "causal" if queries.shape[2] > 1 else None
     out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
+    if cache.config.queries == "key":
+        return out
     cache.observe(mass)
     # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
     tied: list[mx.array] = mx.depends([out], list(mass))
     return tied[0]
+
+
+def _on_cpu() -> bool:
+    """Say whether mlx's own attention has no kernel: ours is faster then (1.4 times, one query, 257 rows)."""
+    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def _made_by_ours(mask: mx.array | str | None, n_queries: int) -> bool:

@@ -182,10 +182,10 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
     def _key_mass(self, keys: mx.array, shown: mx.array) -> Mass:
         """The mass when each incoming key, where the model put it, stands in for its query."""
         n = keys.shape[2]
-        if n == 1:
-            keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
-        else:
+        if n > 1:
             keys = shown[:, :, -n:]
+        elif self._rolling:
+            keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         causal: Literal["causal"] | None = "causal" if n > 1 else None
         return attend(keys, shown, shown[..., :0], scale, self.config.decay, causal)[1]

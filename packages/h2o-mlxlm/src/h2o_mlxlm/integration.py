@@ -61,8 +61,11 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     own = _own_caches(model)
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     _check_layers(model, own, ours, partial)
-    if config.queries == "true":
-        _place_hook(model)
+    if not _place_hook(model) and config.queries == "true":
+        raise ValueError(
+            f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
+            'attention: use H2OConfig(queries="key")'
+        )
     if config.positions != "original":
         _check_moving(model, config.positions)
     layers = _layers_of(model, own)
@@ -216,8 +219,12 @@ def _scale_of(layer: nn.Module | None) -> float | None:
     return None
 
 
-def _place_hook(model: nn.Module) -> None:
-    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it."""
+def _place_hook(model: nn.Module) -> bool:
+    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it.
+
+    Returns:
+        Whether all of the model's attention goes through it.
+    """
     placed = False
     for module in _source_modules(model):
         for name, value in list(vars(module).items()):
@@ -226,11 +233,7 @@ def _place_hook(model: nn.Module) -> None:
             placed = placed or value is plain_attention or value is scaled_dot_product_attention
     # Gear's file has mlx_lm's attention too, but capped logits go through another.
     capped = any(getattr(m, "attn_logit_softcapping", None) for _, m in model.named_modules())
-    if capped or not placed:
-        raise ValueError(
-            f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
-            'attention: use H2OConfig(queries="key")'
-        )
+    return placed and not capped
 
 
 def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
