@@ -38,11 +38,17 @@ def observe(
     """
     scores = state.scores
     if config.decay < 1:
-        n = mx.array(n_tokens) if lengths is None else lengths[:, None, None]
-        scores = scores * mx.power(mx.array(config.decay, mx.float32), n.astype(mx.float32))
+        scores = scores * _faded(config.decay, n_tokens, lengths)
     # Where, not a sum, for empty slots: their mass is 0, but 0 must stay 0 when a score is not finite.
     held = occupied(state)
     return state._replace(
         scores=mx.where(held, scores + mass.decayed, 0.0),
         totals=mx.where(held, state.totals + mass.total, 0.0),
     )
+
+
+def _faded(decay: float, n_tokens: int, lengths: Int32[mx.array, " B"] | None) -> float | mx.array:
+    """decay^n, as one number where all sequences have n tokens."""
+    if lengths is None:
+        return decay**n_tokens
+    return mx.power(mx.array(decay, mx.float32), lengths[:, None, None].astype(mx.float32))
