@@ -13,7 +13,7 @@ from h2o_core import H2OConfig
         ({"budget": True}, TypeError, "budget must be an integer"),
         ({"n_sink": -1}, ValueError, "n_sink must be between 0 and .* got -1"),
         ({"grace": -1}, ValueError, "grace must be between 0 and .* got -1"),
-        ({"budget": 20}, ValueError, "n_sink=4, grace=16, budget=20: raise budget above 20"),
+        ({"budget": 20, "grace": 16}, ValueError, "n_sink=4, grace=16, budget=20: raise budget above 20"),
         ({"decay": 0}, ValueError, r"decay must be in \(0, 1\], got 0"),
         ({"decay": 1.01}, ValueError, r"decay must be in \(0, 1\], got 1.01"),
         ({"decay": math.nan}, ValueError, r"decay must be in \(0, 1\], got nan"),
@@ -36,6 +36,12 @@ def test_a_bad_value_is_refused_by_name_at_construction(values, error, message):
 
 def test_the_smallest_cache_keeps_one_token():
     assert H2OConfig(budget=1, n_sink=0, grace=0).budget == 1
+
+
+@pytest.mark.parametrize(("budget", "grace"), [(512, 128), (64, 16), (7, 1)])
+def test_the_recent_window_is_a_quarter_of_the_budget(budget, grace):
+    assert H2OConfig(budget=budget).grace == grace
+    assert H2OConfig(budget=budget) == H2OConfig(budget=budget, grace=grace)
 
 
 def test_it_is_immutable_and_hashable():

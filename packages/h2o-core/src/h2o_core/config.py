@@ -17,8 +17,8 @@ class H2OConfig:
     Args:
         budget: Tokens kept per KV head, sinks and recent window included; at least 1.
         n_sink: Leading positions that are never evicted; at least 0.
-        grace: Newest positions that are never evicted (the paper's recent window); at least 0.
-            ``n_sink + grace`` must be below ``budget``.
+        grace: Newest positions that are never evicted (the paper's recent window); at least 0. None is a
+            quarter of ``budget``, and reads so afterwards. ``n_sink + grace`` must be below ``budget``.
         decay: Factor on every score per token seen, in (0, 1]; 1 is the paper's plain sum.
         long_share: Share of the places for heavy hitters, ``budget − n_sink − grace``, that go to the largest
             sums of attention without decay, in [0, 1]; the others go by score. With 0, or without decay,
@@ -43,7 +43,7 @@ class H2OConfig:
 
     >>> H2OConfig(budget=64).grace
     16
-    >>> H2OConfig(budget=16)
+    >>> H2OConfig(budget=16, grace=16)
     Traceback (most recent call last):
         ...
     ValueError: n_sink + grace must be below budget, got n_sink=4, grace=16, budget=16: \
@@ -52,9 +52,9 @@ raise budget above 20 or lower n_sink or grace
 
     budget: int = 512
     n_sink: int = 4
-    grace: int = 16
-    decay: float = 0.98
-    long_share: float = 0.0
+    grace: int = None  # type: ignore[assignment]  # an integer from __post_init__ on
+    decay: float = 0.95
+    long_share: float = 0.35
     queries: Queries = "true"
     positions: Positions = "original"
     evict_during_prefill: bool = True
@@ -63,6 +63,8 @@ raise budget above 20 or lower n_sink or grace
     def __post_init__(self) -> None:
         _check_count("budget", self.budget, least=1)
         _check_count("n_sink", self.n_sink, least=0)
+        if self.grace is None:
+            object.__setattr__(self, "grace", self.budget // 4)
         _check_count("grace", self.grace, least=0)
         if self.n_sink + self.grace >= self.budget:
             raise ValueError(

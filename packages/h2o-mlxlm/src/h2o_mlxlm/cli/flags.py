@@ -102,8 +102,14 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Tokens kept per head, or memory such as 2GB (%(default)s)",
     )
     add("--n-sink", type=int, default=d.n_sink, help="Leading tokens never evicted (%(default)s)")
-    add("--grace", type=int, default=d.grace, help="Newest tokens never evicted (%(default)s)")
+    add("--grace", type=int, help="Newest tokens never evicted (a quarter of the budget)")
     add("--decay", type=float, default=d.decay, help="Factor on scores per token, in (0, 1] (%(default)s)")
+    add(
+        "--long-share",
+        type=float,
+        default=d.long_share,
+        help="Share of heavy hitters kept for sums that never decay, in [0, 1] (%(default)s)",
+    )
     add("--queries", choices=["true", "key"], default=d.queries, help="Whose attention counts (%(default)s)")
     add(
         "--positions",
@@ -130,6 +136,7 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         n_sink=args.n_sink,
         grace=args.grace,
         decay=args.decay,
+        long_share=args.long_share,
         queries=args.queries,
         positions=args.positions,
         trained_length=args.trained_length,
