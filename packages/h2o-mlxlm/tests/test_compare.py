@@ -157,7 +157,7 @@ def test_on_a_wide_terminal_the_command_prints_columns(run, monkeypatch):
         ([], "--prompt"),
         (["--prompt", "x", "--settings", "window=3"], "with a field of n_sink"),
         (["--prompt", "x", "--methods", "best"], "no method 'best'"),
-        (["--prompt", "x", "--budget", "20"], "n_sink + grace must be below budget"),
+        (["--prompt", "x", "--budget", "20", "--settings", "grace=16"], "n_sink + grace must be below budget"),
         (["--prompt", "x", "--budget", "3"], "--budget"),
         (["--prompt", "x"], "no model folder"),
     ],

@@ -7,13 +7,13 @@ from mlx_lm.generate import generate_step
 from h2o_mlxlm import H2OConfig, H2OKVCache, KVCacheBuilder, KVCacheConfig, KVCacheFactory
 
 SMALL = {"head_dim": 16, "h2o_budget": 24, "h2o_n_sink": 2, "h2o_grace": 5, "h2o_decay": 0.9}
-OURS = {"budget": 24, "n_sink": 2, "grace": 5, "decay": 0.9}
+OURS = {"budget": 24, "n_sink": 2, "grace": 5, "decay": 0.9, "long_share": 0.0}
 
 
 def test_the_defaults_are_the_seeds():
     seed = KVCacheConfig()
     assert (seed.method, seed.h2o_budget, seed.h2o_n_sink, seed.h2o_grace, seed.h2o_decay) == ("h2o", 512, 4, 16, 0.98)
-    assert seed.ours("true") == H2OConfig()
+    assert seed.ours("true") == H2OConfig(grace=16, decay=0.98, long_share=0.0)
 
 
 @pytest.mark.parametrize("default", ["true", "key"])

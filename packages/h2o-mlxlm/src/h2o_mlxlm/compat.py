@@ -53,6 +53,7 @@ class KVCacheConfig:
             n_sink=self.h2o_n_sink,
             grace=self.h2o_grace,
             decay=self.h2o_decay,
+            long_share=0.0,  # that design ranks by one score
             queries=default if self.h2o_queries is None else self.h2o_queries,
         )
 
