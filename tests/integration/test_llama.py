@@ -95,7 +95,7 @@ def test_with_room_for_all_the_text_is_mlx_lms_own(llama, config):
     assert ours == expected
 
 
-CONTEXT, SCORED = 1024, 512
+CONTEXT, SCORED = 1024, 256
 
 
 def windows(tokenizer):
@@ -125,8 +125,8 @@ def full_losses(llama):
     return losses(llama, plain_cache(llama.model), one_by_one=False)
 
 
-@pytest.mark.parametrize("budget", [64, 128, 256])
-def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses, budget):
+def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses, budget=128):
+    """The short form of ``h2o-mlxlm eval loss``, written without it."""
     caches = make_prompt_cache(llama.model, H2OConfig(budget=budget))
     ours = losses(llama, caches) - full_losses
     recency = losses(llama, [RotatingKVCache(budget, keep=4) for _ in llama.model.layers]) - full_losses
@@ -134,4 +134,6 @@ def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses, budget
     for name, row in (("H2O", ours), ("recency", recency)):
         print(f"{name:>28}   " + "  ".join(f"{x:9.3f}" for x in [*row.tolist(), row.mean().item()]))
     assert all(c.evictions == CONTEXT + SCORED - budget for c in caches)
-    assert 0 < ours.mean().item() < recency.mean().item()
+    assert 0 < ours.mean().item() < 0.75 * recency.mean().item()
+    # Never worse than recency, on any text.
+    assert (ours < recency).all()
