@@ -2,13 +2,13 @@
 
 import mlx.core as mx
 
-from h2o_core._shapes import Bool, Float, Float32, Int32, Integer
+from h2o_core._shapes import Bool, Float, Float32, Integer
 from h2o_core.attention import attend
 from h2o_core.config import H2OConfig
 from h2o_core.scoring import observe
 from h2o_core.state import EMPTY, H2OState, grow, occupied, take, visible
 
-_FIRST_TO_GO, _LAST_TO_GO = -(2**63), 2**63 - 1
+_FIRST_TO_GO, _LAST_TO_GO, _POSITIONS = -(2**63), 2**63 - 1, 2**32
 
 
 def protected(config: H2OConfig, state: H2OState) -> Bool[mx.array, "B H C"]:
@@ -17,31 +17,34 @@ def protected(config: H2OConfig, state: H2OState) -> Bool[mx.array, "B H C"]:
     return (state.positions < config.n_sink) | (state.positions > newest - config.grace)
 
 
-def _ordered(values: Float32[mx.array, "B H C"], positions: Int32[mx.array, "B H C"]) -> Integer[mx.array, "B H C"]:
-    """Integers that order rows by value, then by position: unique, so that nothing depends on the order of slots.
+def _rank(config: H2OConfig, state: H2OState, empty: int) -> Integer[mx.array, "B H C"]:
+    """Order rows by who goes first: not finite, then by score; long-term rows and protected ones last.
 
-    Ties are real: a decayed weight underflows to 0.
+    Unique integers of a value and, below it, the position, so that nothing depends on the order of slots. Ties
+    are real: a decayed weight underflows to 0.
+
+    Args:
+        config: Protection and places for long-term rows.
+        state: The state.
+        empty: The rank of an empty slot.
     """
+    held, stays = occupied(state), protected(config, state)
+    # Not finite if either is not.
+    finite = mx.isfinite(state.scores + state.totals)
+    positions = state.positions.astype(mx.int64)
+    if config.n_long:
+        rank = mx.where(held & finite & ~stays, _ordered(state.totals) + positions, _FIRST_TO_GO)
+        # Where fewer compete than there are places, the last place is at _FIRST_TO_GO.
+        stays = stays | ((rank >= _nth_largest(rank, config.n_long)) & (rank > _FIRST_TO_GO))
+    by_score = _ordered(mx.where(finite, state.scores, -mx.inf)) + positions
+    return mx.where(held, mx.where(stays, _LAST_TO_GO - _POSITIONS + positions, by_score), empty)
+
+
+def _ordered(values: Float32[mx.array, "B H C"]) -> Integer[mx.array, "B H C"]:
+    """Integers in the order of the values, with room for a position below each."""
     bits = values.view(mx.int32)
     # The bits of a float order as an integer does, but for negative ones, which count backwards.
-    ascending = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return ascending.astype(mx.int64) * 2**32 + positions
-
-
-def _rank(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H C"]:
-    """Order rows by who goes first: not finite, then by score; long-term rows and protected ones last."""
-    finite = mx.isfinite(state.scores) & mx.isfinite(state.totals)
-    stays = protected(config, state)
-    if config.n_long:
-        stays = stays | _long_term(config, state, finite & ~stays)
-    return _ordered(mx.where(stays, mx.inf, mx.where(finite, state.scores, -mx.inf)), state.positions)
-
-
-def _long_term(config: H2OConfig, state: H2OState, open_rows: Bool[mx.array, "B H C"]) -> Bool[mx.array, "B H C"]:
-    """The ``n_long`` rows with the largest totals, of the open ones."""
-    open_rows = open_rows & occupied(state)
-    rank = mx.where(open_rows, _ordered(state.totals, state.positions), _FIRST_TO_GO)
-    return open_rows & (rank >= _nth_largest(rank, config.n_long))
+    return mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64) * _POSITIONS
 
 
 def _nth_largest(rank: Integer[mx.array, "B H C"], n: int) -> Integer[mx.array, "B H 1"]:
@@ -57,8 +60,7 @@ def victims(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H 1"]:
     Returns:
         The slot of the victim.
     """
-    rank = mx.where(occupied(state), _rank(config, state), _LAST_TO_GO)
-    return mx.argmin(rank, axis=-1, keepdims=True)
+    return mx.argmin(_rank(config, state, _LAST_TO_GO), axis=-1, keepdims=True)
 
 
 def release(config: H2OConfig, state: H2OState, slots: Integer[mx.array, "B H 1"]) -> H2OState:
@@ -78,7 +80,7 @@ def survivors(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H K"]:
         Slots, those that hold a token first and in slot order.
     """
     held = occupied(state)
-    rank = mx.where(held, _rank(config, state), _FIRST_TO_GO)
+    rank = _rank(config, state, _FIRST_TO_GO)
     kept = held & (rank >= _nth_largest(rank, config.budget))
     slot = mx.arange(state.positions.shape[-1])
     # Then empty ones, and last the rows that go.
