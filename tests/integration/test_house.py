@@ -35,6 +35,15 @@ COMMANDS = {
     "uv run pytest tests/integration/test_llama.py -k loss -s -n 0": (
         "tests/integration/test_llama.py: test_loss_lies_between_the_full_cache_and_recency"
     ),
+    'h2o-sim compare shift --steps 400 --config "budget=64 grace=16" --config "algorithm-1 budget=64"': (
+        "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
+    ),
+    "h2o-sim run recency --steps 400 --budget 64 --n-sink 4 --grace 16 --json": (
+        "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
+    ),
+    "h2o-sim generate zipf --steps 256 --out zipf.safetensors": (
+        "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
+    ),
     ".ci/run lint": ".ci/run: lint",
     ".ci/run member h2o-core": ".ci/run: member",
     # From the wheels just built.

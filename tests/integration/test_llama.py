@@ -125,8 +125,9 @@ def full_losses(llama):
     return losses(llama, plain_cache(llama.model), one_by_one=False)
 
 
-def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses, budget=128):
+def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses):
     """The short form of ``h2o-mlxlm eval loss``, written without it."""
+    budget = 128
     caches = make_prompt_cache(llama.model, H2OConfig(budget=budget))
     ours = losses(llama, caches) - full_losses
     recency = losses(llama, [RotatingKVCache(budget, keep=4) for _ in llama.model.layers]) - full_losses

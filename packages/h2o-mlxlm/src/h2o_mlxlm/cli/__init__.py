@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import bench, compare, evaluate, generate
+from h2o_mlxlm.cli import bench, compare, evaluate, generate, trace
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)
+    trace.add_to(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
