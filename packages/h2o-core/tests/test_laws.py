@@ -172,7 +172,7 @@ def state_of(scores, positions, seen, totals=None):
     return H2OState(scores, totals, mx.array([[positions]], mx.int32), mx.array([seen], mx.int32))
 
 
-SCORES = st.one_of(st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf]), st.floats(0, 4, width=32))
+SCORES = st.one_of(st.sampled_from([0.0, 1.0, 3e38, math.nan, math.inf, -math.inf]), st.floats(0, 4, width=32))
 
 
 def goes_first(config, numbers, positions, seen):

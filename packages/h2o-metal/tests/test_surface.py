@@ -1,14 +1,63 @@
-"""Each function here stands in for one of h2o_core, so its signature must be that one's."""
+"""What callers import: the references' signatures, and a choice that is made at each call."""
 
+import importlib
 import inspect
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import h2o_core
 import h2o_metal
+import h2o_rope
+from h2o_metal import kernel
+
+MODULES = {"attend": "attention", "rotate": "rotation", "derotate": "rotation", "rerotate": "rotation"}
+NAMES = [name for name in h2o_metal.__all__ if name != "on_metal"]
 
 
-@pytest.mark.parametrize("name", h2o_metal.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_signatures_are_the_references(name):
-    ours, reference = getattr(h2o_metal, name), getattr(h2o_core, name)
-    assert inspect.signature(ours) == inspect.signature(reference)
+    reference = getattr(h2o_core if hasattr(h2o_core, name) else h2o_rope, name)
+    module = importlib.import_module(f"h2o_metal.{MODULES.get(name, 'eviction')}")
+    expected = {k: (p.kind, p.default) for k, p in inspect.signature(reference).parameters.items()}
+    for ours in (getattr(h2o_metal, name), getattr(module, name)):
+        assert {k: (p.kind, p.default) for k, p in inspect.signature(ours).parameters.items()} == expected
+
+
+def call_each(helpers):
+    state = helpers.random_state(0, 1, 1, 9)
+    config = h2o_core.H2OConfig(budget=8, n_sink=1, grace=2)
+    q, k = helpers.normal(1, 1, 2, 1, 64), helpers.normal(2, 1, 1, 9, 64)
+    at, rope = mx.arange(9), nn.RoPE(64)
+    return {
+        "attend": (q, k, k, 0.1),
+        "decode_step": (config, state, q, k, k, 0.1),
+        "evict": (config, state),
+        "survivors": (config, state),
+        "victims": (config, state),
+        "rotate": (k, at, rope),
+        "derotate": (k, at, rope),
+        "rerotate": (k, at, at, rope),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_metal_is_the_kernel_is_taken_and_elsewhere_not(backend, helpers, monkeypatch, name):
+    args = call_each(helpers)[name]
+    monkeypatch.setattr(h2o_metal, "on_metal", lambda: False)
+    with kernel.launches() as ran:
+        getattr(h2o_metal, name)(*args)
+    assert not ran
+    monkeypatch.setattr(h2o_metal, "on_metal", lambda: True)
+    with kernel.launches() as ran:
+        getattr(h2o_metal, name)(*args)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
+def test_metal_must_be_there_and_be_where_work_goes(monkeypatch, available, device):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: available)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    assert h2o_metal.on_metal() is (available and device == mx.gpu)

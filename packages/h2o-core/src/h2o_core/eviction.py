@@ -29,8 +29,7 @@ def _rank(config: H2OConfig, state: H2OState, empty: int) -> Integer[mx.array, "
         empty: The rank of an empty slot.
     """
     held, stays = occupied(state), protected(config, state)
-    # Not finite if either is not.
-    finite = mx.isfinite(state.scores + state.totals)
+    finite = mx.isfinite(state.scores) & mx.isfinite(state.totals)
     positions = state.positions.astype(mx.int64)
     if config.n_long:
         rank = mx.where(held & finite & ~stays, _ordered(state.totals) + positions, _FIRST_TO_GO)

@@ -1,0 +1,3 @@
+// mass [B, H, C] float32. A thread has every count-th slot.
+for (uint c = t.index; c < n_slots; c += t.count)
+  mass[size_t(head) * n_slots + c] = h2o::received<G>(scratch + size_t(c) * G, top, weight);

@@ -1,0 +1,7 @@
+// What one part of a head found: sums [B·H, parts, G, DV], stats [B·H, parts, G, 2] = top, weight; float32.
+const size_t mine = size_t(head) * n_parts + threadgroup_position_in_grid.x;
+for (uint e = t.index; e < G * DV; e += t.count) part_sums[mine * G * DV + e] = room[e];
+if (t.index < G) {
+  part_stats[(mine * G + t.index) * 2] = top[t.index];
+  part_stats[(mine * G + t.index) * 2 + 1] = weight[t.index];
+}
