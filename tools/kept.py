@@ -27,7 +27,7 @@ def settings(budget, queries):
         "grace 0": H2OConfig(**common, grace=0, decay=1.0),
         "grace": H2OConfig(**common, grace=16, decay=1.0),
         "grace + decay": H2OConfig(**common, grace=16, decay=0.98),
-        "ours": H2OConfig(budget=budget, queries=queries),
+        "two books": H2OConfig(budget=budget, queries=queries, long_share=0.35),
     }
 
 

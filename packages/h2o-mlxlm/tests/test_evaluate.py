@@ -127,7 +127,7 @@ def test_retrieval_asks_the_model(run):
     [
         (["loss", "--settings", "window=3"], "with a field of n_sink"),
         (["loss", "--settings", "decay=x"], "decay must be a number"),
-        (["loss", "--budgets", "20"], "n_sink + grace must be below budget"),
+        (["loss", "--budgets", "20", "--settings", "grace=16"], "n_sink + grace must be below budget"),
         (["loss", "--methods", "best"], "no method 'best'"),
         (["loss", "--methods", "nowhere:f"], "can't be imported"),
         (["loss", "--text", "/no/such/file"], "/no/such/file"),
