@@ -52,7 +52,7 @@ class MixedPositions(H2OKVCache):
 
     def update_and_fetch(self, keys, values):
         shown = super().update_and_fetch(keys, values)
-        self.offset = self._seen
+        self.offset = self.tokens_seen
         return shown
 
 

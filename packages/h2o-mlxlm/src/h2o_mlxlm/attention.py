@@ -1,7 +1,5 @@
 """Attention with mlx_lm's signature, which hands the mass of our caches back to them."""
 
-from typing import Literal
-
 import mlx.core as mx
 from mlx_lm.models import base
 
@@ -49,9 +47,9 @@ def scaled_dot_product_attention(
             f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
             "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
-    # Every mask of ours says the same: all kept rows, then the chunk's own, causally.
-    causal: Literal["causal"] | None = "causal" if queries.shape[2] > 1 else None
-    out, mass = attend(queries, keys, values, scale, cache.config.decay, causal, sinks=sinks)
+    # Every mask of ours says the same: a sequence's kept rows, then the chunk's own, causally.
+    shown, lengths = cache.view()
+    out, mass = attend(queries, keys, values, scale, cache.config.decay, shown, lengths, sinks)
     if cache.config.queries == "key":
         return out
     cache.observe(mass)

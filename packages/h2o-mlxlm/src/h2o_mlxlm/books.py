@@ -5,15 +5,16 @@ from abc import ABC, abstractmethod
 import mlx.core as mx
 
 from h2o_core import H2OState, init, take
+from h2o_mlxlm.counts import Counts
 from h2o_mlxlm.slots import Slots
 
 
 class Books(ABC):
     """The figures that an H2O cache keeps, per sequence and head where tokens are counted."""
 
+    offset: int | mx.array  # where the next token is rotated to; [B] once batched
     _slots: Slots | None
-    _seen: int  # tokens seen
-    _kept: int  # rows per head once the open call has ended
+    _counts: Counts  # once the open call has ended
     _ranks: mx.array | None  # of the rows shown last, with rolling positions
 
     @abstractmethod
@@ -22,44 +23,46 @@ class Books(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions."""
+        """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions, offsets."""
         self._end_call()
         if self._slots is None:
             return 0
-        held = (self._slots.keys, self._slots.values, *self._slots.state, self._ranks)
-        return sum(int(x.nbytes) for x in held if x is not None)
+        held = (self._slots.keys, self._slots.values, *self._slots.state, self._ranks, self.offset)
+        return sum(int(x.nbytes) for x in held if isinstance(x, mx.array))
 
     @property
     def full_bytes(self) -> int:
         """Bytes that the keys and values of all tokens seen would take."""
         if self._slots is None:
             return 0
-        row = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._slots[:2])
-        return self._seen * row
+        row = sum(x.shape[1] * x.shape[3] * x.itemsize for x in self._slots[:2])
+        repeats = self._slots.keys.shape[0] // len(self._counts)
+        return sum(c.seen for c in self._counts) * repeats * row
 
     @property
-    def tokens_seen(self) -> int:
-        """Tokens seen per sequence and head."""
-        return self._seen
+    def tokens_seen(self) -> int | mx.array:
+        """Tokens seen per sequence and head: a number, or int32 [B] where sequences differ."""
+        return _figure([c.seen for c in self._counts])
 
     @property
-    def tokens_kept(self) -> int:
-        """Tokens held per sequence and head."""
-        return self._kept
+    def tokens_kept(self) -> int | mx.array:
+        """Tokens held per sequence and head; see ``tokens_seen``."""
+        return _figure([c.kept for c in self._counts])
 
     @property
-    def evictions(self) -> int:
-        """Tokens that went, per sequence and head: seen − kept."""
-        return self._seen - self._kept
+    def evictions(self) -> int | mx.array:
+        """Tokens that went, per sequence and head: seen − kept; see ``tokens_seen``."""
+        return _figure([c.seen - c.kept for c in self._counts])
 
     @property
     def compression_ratio(self) -> float:
-        """Tokens seen for each one kept."""
-        return self._seen / self._kept if self._kept else 1.0
+        """Tokens seen for each one kept, over all sequences."""
+        kept = sum(c.kept for c in self._counts)
+        return sum(c.seen for c in self._counts) / kept if kept else 1.0
 
     @property
     def kept_positions(self) -> mx.array:
-        """Positions held, int32 [B, H, n], ascending."""
+        """Positions held, int32 [B, H, n], ascending, −1 behind them where another sequence holds more."""
         return self._in_order().positions
 
     @property
@@ -77,5 +80,10 @@ class Books(ABC):
         if self._slots is None:
             return init(0, 0)
         state = self._slots.state
-        order = mx.argsort(state.positions, axis=-1)
-        return take(state, order[..., order.shape[-1] - self._kept :])
+        # Read as unsigned, −1 is the largest: empty slots come last.
+        order = mx.argsort(state.positions.view(mx.uint32), axis=-1)
+        return take(state, order[..., : max(c.kept for c in self._counts)])
+
+
+def _figure(counts: list[int]) -> int | mx.array:
+    return counts[0] if len(set(counts)) == 1 else mx.array(counts, mx.int32)

@@ -13,14 +13,19 @@ from mlx_lm.models.cache import _BaseCache
 
 from h2o_core import H2OConfig, H2OState, Mass
 from h2o_metal import attend
-from h2o_mlxlm.books import Books
+from h2o_mlxlm.batch import Batch
+from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
+from h2o_mlxlm.counts import Call, Count, Counts, called
 from h2o_mlxlm.masks import remember
-from h2o_mlxlm.slots import Slots, appended, none_yet, packed, ranks, rows_at, scored, turned, written
+from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
+from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, rows_at, scored, turned, written
 from h2o_rope import Rotation, derotate, rotate
 
 
-class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
-    """Keep at most ``budget`` tokens per KV head: one layer's cache, for sequences of equal length.
+class H2OKVCache(Batch, _BaseCache):  # type: ignore[misc]
+    """Keep at most ``budget`` tokens per KV head: one layer's cache.
+
+    Its sequences have equal lengths, until mlx_lm batches it (see ``Batch``).
 
     A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``,
     ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
@@ -51,17 +56,14 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         self.config = config
         self.scale = scale
         self.rotation = None if config.positions == "original" else rotation
-        self.offset = 0
+        self.offset: int | mx.array = 0
         self._slots: Slots | None = None
-        self._seen = 0
-        self._kept = 0
-        self._shown = 0  # rows per head that the open call attends to
-        self._holding = not config.evict_during_prefill
-        self._rolling = config.positions == "rolling"  # stored keys are unrotated
-        self._turning = False  # they will be, once the open call has ended
-        self._largest = 0  # tokens of the largest call
+        self._counts: Counts = (Count(holding=not config.evict_during_prefill, rolling=config.positions == "rolling"),)
+        self._batched = False  # there is a count for each sequence
+        self._to_come: tuple[int, ...] | None = None  # real tokens of a padded prompt
         self._ranks: mx.array | None = None  # of the rows shown last, if they filled all slots
-        self._open = 0  # tokens of the open call
+        self._call: Call | None = None  # the last one
+        self._open = 0  # tokens of the open call, padding included
         self._mass: Mass | None = None
 
     # A call
@@ -81,26 +83,23 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             RuntimeError: The call before this one was never reported to ``observe``.
         """
         n = keys.shape[2]
-        mass = self._mass if n == 1 and self._in_steady_decode() else None
+        call, to_come = called(self.config, self._counts, n, self._to_come)
+        mass = self._mass if n == 1 and call.lengths is None and self._in_steady_decode() else None
         if mass is None:
             self._end_call()
-        self._check_call(keys, values)
-        if self._rolling and self.rotation is not None:
-            keys = derotate(keys, self.offset + mx.arange(n, dtype=mx.int32), self.rotation)
+        check_call(self.config, call, self._slots, keys, values, self._batched)
+        if self.rotation is not None and any(c.rolling for c in call.before):
+            places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
+            keys = only([c.rolling for c in call.before], derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values) if self._slots is None else self._slots
         if mass is not None:
             self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
         elif n == 1:
-            self._slots = written(slots, keys, values, self._kept, self.config.budget)
+            self._slots = written(slots, keys, values, call.most, self.config.budget, lengths_of(call.lengths))
         else:
-            self._slots = appended(slots, keys, values, self._kept)
-        self._open, self._seen = n, self._seen + n
-        self._shown = self._kept + n
-        self._holding = self._holding and n > 1
-        self._kept = self._shown if self._holding else min(self._shown, self.config.budget)
-        self._largest = max(self._largest, n)
-        self._turning = not self._rolling and self._outgrown(self._seen + self._largest)
-        self.offset = self._kept if self._rolling or self._turning else self._seen
+            self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
+        self._call, self._open, self._to_come = call, n, to_come
+        self._count(call.after)
         shown = self.keys_and_values()
         if self.config.queries == "key":
             mass = self._key_mass(keys, shown[0])
@@ -111,19 +110,29 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the open call attends to, or without one what the next call will."""
-        slots, shown = self._live(), self._shown
-        if not self._open:
-            slots, shown = packed(slots, self._kept), self._kept
+        slots, call = self._live(), self._call if self._open else None
+        shown = self.size() if call is None else call.most + call.n_tokens
+        if call is None:
+            slots = packed(slots, shown)
         keys, values, state = slots
-        if self._rolling and self.rotation is not None:
-            places = ranks(slots, shown, self._ranks if self._open == 1 else None)
-            keys = rotate(keys, places, self.rotation, below=shown)
-            # Only ranks of full slots carry over: the next row must take the place of one that has a rank.
-            self._ranks = places if shown == keys.shape[2] else None
+        rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
+        if self.rotation is not None and any(rolling):
+            places = self._places(slots, call, shown)
+            keys = only(rolling, rotate(keys, places, self.rotation, below=shown), keys)
         keys, values = keys[:, :, :shown], values[:, :, :shown]
         # Decode evaluates logits alone: tie the state to them, or it piles up as a graph.
         keys, values = mx.depends([keys, values], list(state))
         return keys, values
+
+    def view(self) -> tuple[mx.array | Literal["causal"] | None, mx.array | None]:
+        """Say what the last call's queries may attend to, as ``attend`` takes it: mask and lengths."""
+        call = self._call
+        if call is None:
+            raise_ended()
+        mask = visibility([c.kept for c in call.before], call.n_tokens)
+        if mask is None:
+            return "causal" if call.n_tokens > 1 else None, lengths_of(call.lengths)
+        return mask, lengths_of(call.lengths)
 
     def observe(self, mass: Mass) -> None:
         """Take the mass that the open call's attention gave to each row it attended to.
@@ -135,10 +144,7 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             RuntimeError: No call is open.
         """
         if not self._open:
-            raise RuntimeError(
-                "attention was reported to an H2O cache whose call has ended: read its properties before or after "
-                "a forward pass of the model, not during one"
-            )
+            raise_ended()
         self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
@@ -147,79 +153,76 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         Raises:
             ValueError: The model asks for a sliding window that is narrower than what is kept.
         """
-        width = self._kept + N
+        width = self.size() + N
         if window_size is not None and width > window_size:
             raise ValueError(
                 f"a layer attends in a window of {window_size} tokens, but this cache shows it {width} rows "
                 "from anywhere: give such layers mlx_lm's RotatingKVCache, as make_prompt_cache does"
             )
+        mask = visibility([c.kept for c in self._counts], N)
+        if mask is not None:
+            return remember(mask)
         if return_array:
-            return remember(create_causal_mask(N, self._kept))
+            return remember(create_causal_mask(N, self.size()))
         return None if N == 1 else "causal"
 
     def _end_call(self) -> None:
         """Score what the open call attended to and let the lowest go."""
-        if not self._open:
+        call, mass = self._call, self._mass
+        if not self._open or call is None:
             return
-        if self._mass is None:
-            self._raise_unreported()
-        over = self._kept < self._shown
-        slots = scored(self.config, self._live(), self._mass, self._open, over)
-        if self._turning and self.rotation is not None:
-            slots = slots._replace(keys=derotate(slots.keys, slots.state.positions, self.rotation))
-            self._rolling, self._turning = True, False
+        if mass is None:
+            raise_unreported()
+        slots, over = self._live(), call.over
+        # Where sequences differ, a call may leave empty slots between the rows, or rows that stay beyond the budget.
+        full = call.n_tokens == 1 and (capacity(slots) == self.config.budget + 1 or not any(over))
+        even = full or call.is_even
+        slots = scored(self.config, slots, mass, call.n_tokens, even and any(over), lengths_of(call.lengths))
+        if not even:
+            slots = settled(self.config, slots, over, self.size())
+        if self.rotation is not None and any(call.turning):
+            keys = derotate(slots.keys, slots.state.positions, self.rotation)
+            slots = slots._replace(keys=only(call.turning, keys, slots.keys))
         self._slots, self._open, self._mass = slots, 0, None
 
     def _in_steady_decode(self) -> bool:
         """Say whether the open call has one token, fills every slot and will leave one empty."""
-        full = self._open == 1 and self._shown == self.config.budget + 1 and self._kept < self._shown
-        return full and self._mass is not None and not self._turning and self._live().keys.shape[2] == self._shown
+        call, width = self._call, self.config.budget + 1
+        if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
+            return False
+        turning = self.rotation is not None and any(call.turning)
+        return all(call.over) and not turning and self._live().keys.shape[2] == width
 
-    def _outgrown(self, length: int) -> bool:
-        """Say whether positions up to ``length`` are more than the model was trained for."""
-        return self.config.trained_length is not None and length > self.config.trained_length
+    def _count(self, counts: Counts) -> None:
+        self._counts = counts
+        self.offset = mx.array([c.place for c in counts], mx.int32) if self._batched else counts[0].place
+
+    def _places(self, slots: Slots, call: Call | None, shown: int) -> mx.array:
+        """The place of each row among its head's rows, where keys roll."""
+        if call is None or not call.is_even:
+            self._ranks = None
+            open_rows = (0,) * len(self._counts) if call is None else call.real
+            counts = self._counts if call is None else call.before
+            return ranks(slots, per_sequence([c.kept + n for c, n in zip(counts, open_rows, strict=True)]))
+        places = ranks(slots, shown, self._ranks if call.n_tokens == 1 else None)
+        # Only ranks of full slots carry over: the next row must take the place of one that has a rank.
+        self._ranks = places if shown == capacity(slots) else None
+        return places
 
     def _key_mass(self, keys: mx.array, shown: mx.array) -> Mass:
         """The mass when each incoming key, where the model put it, stands in for its query."""
         n = keys.shape[2]
         if n > 1:
             keys = shown[:, :, -n:]
-        elif self._rolling:
+        elif self.rotation is not None:
             keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
-        causal: Literal["causal"] | None = "causal" if n > 1 else None
-        return attend(keys, shown, shown[..., :0], scale, self.config.decay, causal)[1]
+        return attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]
 
     def _live(self) -> Slots:
         if self._slots is None:
             raise ValueError("this cache is empty: it has no rows before its first update_and_fetch")
         return self._slots
-
-    def _check_call(self, keys: mx.array, values: mx.array) -> None:
-        """Refuse a call that contradicts the ones before it, or goes past what the model was trained for."""
-        n = keys.shape[2]
-        if self._outgrown(self.offset + n):
-            raise ValueError(
-                f'positions="auto" keeps positions below trained_length={self.config.trained_length}, but a call of '
-                f"{n} tokens at {self.offset} goes beyond: use smaller calls (prefill_step_size) or a smaller budget"
-            )
-        if self._slots is None:
-            return
-        for name, new, old in (("keys", keys, self._slots.keys), ("values", values, self._slots.values)):
-            was, now = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
-            if was != now or old.dtype != new.dtype:
-                raise ValueError(
-                    f"{name} of one cache keep batch, heads, width and dtype: it holds {was} {old.dtype}, "
-                    f"the call brings {now} {new.dtype}; make a fresh cache with make_prompt_cache"
-                )
-
-    def _raise_unreported(self) -> NoReturn:
-        raise RuntimeError(
-            'an H2O cache with queries="true" never got its attention reported, so it can\'t know what to '
-            "evict: make it with h2o_mlxlm.make_prompt_cache(model, config) or install(model, config), which "
-            'place the hook, or use H2OConfig(queries="key"), which needs none. If the hook was there, a call was '
-            "interrupted before its attention: start from a fresh cache"
-        )
 
     # What mlx_lm asks of a cache
 
@@ -250,11 +253,9 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
             "config": asdict(self.config),
             "scale": self.scale,
             "rotation": None if self.rotation is None else list(self.rotation[1:]),
-            "seen": self._seen,
-            "kept": self._kept,
-            "holding": self._holding,
-            "rolling": self._rolling,
-            "largest": self._largest,
+            "counts": self._counts,
+            "batched": self._batched,
+            "to_come": self._to_come,
         }
         slots = self._slots
         arrays = [None] * 6 if slots is None else [slots.keys, slots.values, *slots.state]
@@ -267,17 +268,9 @@ class H2OKVCache(Books, _BaseCache):  # type: ignore[misc]
         rotation = None if frequencies is None else Rotation(frequencies, *scalars["rotation"])
         H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
         self._slots = None if keys is None else Slots(keys, values, H2OState(*books))
-        self._seen, self._kept, self._holding = scalars["seen"], scalars["kept"], scalars["holding"]
-        self._rolling, self._largest = scalars["rolling"], scalars["largest"]
-        self.offset = self._kept if self._rolling else self._seen
-
-    def size(self) -> int:
-        """Return the rows that each head holds."""
-        return self._kept
-
-    def empty(self) -> bool:
-        """Say whether nothing has been seen yet."""
-        return self._slots is None
+        self._batched, to_come = scalars["batched"], scalars["to_come"]
+        self._to_come = None if to_come is None else tuple(to_come)
+        self._count(tuple(Count(*count) for count in scalars["counts"]))
 
     def is_trimmable(self) -> bool:
         """Say no: what has been evicted can't come back."""

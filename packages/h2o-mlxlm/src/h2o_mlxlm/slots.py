@@ -35,20 +35,36 @@ def capacity(slots: Slots) -> int:
 
 
 def packed(slots: Slots, n_rows: int) -> Slots:
-    """Leave the empty slots out; each head holds ``n_rows`` tokens."""
-    if capacity(slots) == n_rows:
-        return slots
+    """Leave the first ``n_rows`` slots when those that hold a token come first; so many suffice for every head.
+
+    As many slots as that have their rows first already, or there are no empty ones.
+    """
+    return slots if capacity(slots) == n_rows else rows_first(slots, n_rows)
+
+
+def rows_first(slots: Slots, n_rows: int) -> Slots:
+    """Do the same wherever the empty slots are."""
     order = pack(slots.state, n_rows)
     return _taken(slots, take(slots.state, order), order)
 
 
-def written(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, budget: int) -> Slots:
-    """Put one token's rows into an empty slot, of which more are made if there is none."""
+def written(
+    slots: Slots, keys: mx.array, values: mx.array, n_rows: int, budget: int, lengths: mx.array | None = None
+) -> Slots:
+    """Put one token's rows into an empty slot, of which more are made if there is none.
+
+    Args:
+        slots: The slots before the call.
+        keys: [B, H, 1, D].
+        values: [B, H, 1, Dv].
+        n_rows: The most rows that any head holds.
+        budget: There are no more than budget + 1 slots, but where the budget does not apply yet.
+        lengths: int32 [B], 0 for a sequence whose token is padding: it leaves its slot empty. None if all are real.
+    """
     if capacity(slots) == n_rows:
-        # No more than budget + 1 slots, but where the budget does not apply yet.
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
-        slots = _widened(slots, n_rows + more)
-    state, where = _admitted(slots.state)
+        slots = widened(slots, n_rows + more)
+    state, where = _admitted(slots.state) if lengths is None else admit(slots.state, 1, lengths)
     return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
 
 
@@ -77,14 +93,16 @@ def _admitted(state: H2OState) -> tuple[H2OState, mx.array]:
     return admit(state, 1)
 
 
-def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int) -> Slots:
-    """Put the rows of several tokens behind the ``n_rows`` that each head holds."""
+def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, lengths: mx.array | None = None) -> Slots:
+    """Put the rows of several tokens behind the ``n_rows`` that heads hold at most; see ``written``."""
     slots = packed(slots, n_rows)
-    state, _ = admit(slots.state, keys.shape[2])
+    state, _ = admit(slots.state, keys.shape[2], lengths)
     return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
 
 
-def scored(config: H2OConfig, slots: Slots, mass: Mass, n_tokens: int, over: bool) -> Slots:
+def scored(
+    config: H2OConfig, slots: Slots, mass: Mass, n_tokens: int, over: bool, lengths: mx.array | None = None
+) -> Slots:
     """End a call: its mass goes into the scores and, if heads are ``over`` the budget, the lowest go.
 
     Then there are budget + 1 slots, one of them empty.
@@ -95,19 +113,23 @@ def scored(config: H2OConfig, slots: Slots, mass: Mass, n_tokens: int, over: boo
         mass: Two float32 [B, H, M], M at most C: of the first M slots.
         n_tokens: Tokens of the call.
         over: Heads hold more than ``budget`` tokens and the budget applies.
+        lengths: Real tokens of each sequence, int32 [B]; None if all are.
     """
     missing = capacity(slots) - mass.total.shape[-1]
     if missing:
         mass = Mass(*(mx.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in mass))
-    observed = _observe_one(config) if n_tokens == 1 else partial(observe, config, n_tokens=n_tokens)
-    slots = slots._replace(state=observed(slots.state, mass))
+    if n_tokens == 1 and lengths is None:
+        state = _observe_one(config)(slots.state, mass)
+    else:
+        state = observe(config, slots.state, mass, n_tokens, lengths)
+    slots = slots._replace(state=state)
     if not over:
         return slots
     if capacity(slots) == config.budget + 1:
         return slots._replace(state=release(config, slots.state, victims(config, slots.state)))
     state, order = evict(config, slots.state)
     # The state has its empty slot already.
-    return _widened(_taken(slots, state, order), config.budget + 1)
+    return widened(_taken(slots, state, order), config.budget + 1)
 
 
 @lru_cache(maxsize=32)
@@ -115,12 +137,12 @@ def _observe_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
     return mx.compile(partial(observe, config, n_tokens=1))
 
 
-def ranks(slots: Slots, n_rows: int, before: mx.array | None = None) -> mx.array:
+def ranks(slots: Slots, n_rows: int | mx.array, before: mx.array | None = None) -> mx.array:
     """Find the place of each row among its head's rows by position; 0 for an empty slot.
 
     Args:
         slots: The slots.
-        n_rows: Rows that each head holds.
+        n_rows: Rows that each head holds, one number or [B, 1, 1].
         before: The ranks of one call of one token earlier, if there were so many rows then. They spare a
             sort: one row has been replaced, so the newer ones have moved up by one.
 
@@ -145,7 +167,7 @@ def _taken(slots: Slots, state: H2OState, order: mx.array) -> Slots:
     return Slots(rows_at(slots.keys, order), rows_at(slots.values, order), state)
 
 
-def _widened(slots: Slots, width: int) -> Slots:
+def widened(slots: Slots, width: int) -> Slots:
     """Add empty slots on the right, where there are fewer than ``width``; they are finite, for 0 · nan is nan."""
     more = [(0, 0), (0, 0), (0, width - slots.keys.shape[2]), (0, 0)]
     return Slots(mx.pad(slots.keys, more), mx.pad(slots.values, more), grow(slots.state, width))

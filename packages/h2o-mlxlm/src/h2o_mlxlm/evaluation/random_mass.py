@@ -32,7 +32,8 @@ class RandomKVCache(H2OKVCache):
             return  # layers that share a cache attend to it several times a call
         self._key, key = mx.random.split(self._key)
         shape = mass.decayed.shape
-        is_new = self._live().state.positions[..., : shape[-1]] >= self._seen - self._open
+        state = self._live().state
+        is_new = state.positions[..., : shape[-1]] >= state.seen[:, None, None] - self._open
         lots = mx.where(is_new, mx.random.uniform(shape=shape, key=key), 0.0)
         super().observe(Mass(lots, lots))
 

@@ -1,0 +1,58 @@
+"""What a call to a cache must not contradict, said once, at the door."""
+
+from typing import NoReturn
+
+import mlx.core as mx
+
+from h2o_core import H2OConfig
+from h2o_mlxlm.counts import Call, outgrown
+from h2o_mlxlm.slots import Slots
+
+
+def check_call(
+    config: H2OConfig, call: Call, slots: Slots | None, keys: mx.array, values: mx.array, batched: bool
+) -> None:
+    """Refuse a call that contradicts the ones before it, or goes past what the model was trained for."""
+    if config.trained_length is not None:
+        _check_places(config, call)
+    if batched and keys.shape[0] != len(call.before):
+        raise ValueError(
+            f"a batch keeps its sequences from call to call: it has {len(call.before)}, the call brings "
+            f"{keys.shape[0]}; filter or extend it first"
+        )
+    if slots is None:
+        return
+    for name, new, old in (("keys", keys, slots.keys), ("values", values, slots.values)):
+        was, now = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
+        if was != now or old.dtype != new.dtype:
+            raise ValueError(
+                f"{name} of one cache keep batch, heads, width and dtype: it holds {was} {old.dtype}, "
+                f"the call brings {now} {new.dtype}; make a fresh cache with make_prompt_cache"
+            )
+
+
+def _check_places(config: H2OConfig, call: Call) -> None:
+    for count, n in zip(call.before, call.real, strict=True):
+        if outgrown(config, count.place + n):
+            raise ValueError(
+                f'positions="auto" keeps positions below trained_length={config.trained_length}, but a call of '
+                f"{n} tokens at {count.place} goes beyond: use smaller calls (prefill_step_size) or a smaller budget"
+            )
+
+
+def raise_unreported() -> NoReturn:
+    """Say why a call without a mass can't end."""
+    raise RuntimeError(
+        'an H2O cache with queries="true" never got its attention reported, so it can\'t know what to '
+        "evict: make it with h2o_mlxlm.make_prompt_cache(model, config) or install(model, config), which "
+        'place the hook, or use H2OConfig(queries="key"), which needs none. If the hook was there, a call was '
+        "interrupted before its attention: start from a fresh cache"
+    )
+
+
+def raise_ended() -> NoReturn:
+    """Say why attention can't be reported now."""
+    raise RuntimeError(
+        "attention was reported to an H2O cache whose call has ended: read its properties before or after "
+        "a forward pass of the model, not during one"
+    )

@@ -1,0 +1,111 @@
+"""Slots of sequences with different numbers of rows. Pure functions, as in slots.py.
+
+A head's rows are always among its first ``kept`` slots, or fill budget + 1 slots but for one: then a mask needs
+nothing but counts, and none where all sequences have as many.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from h2o_core import H2OConfig, H2OState, init
+from h2o_core.state import EMPTY
+from h2o_metal import survivors
+from h2o_mlxlm.slots import Slots, capacity, packed, rows_first, widened
+
+
+def visibility(rows: Sequence[int], n_tokens: int) -> mx.array | None:
+    """Say which rows each query of the next call may attend to.
+
+    Args:
+        rows: Rows that each sequence has per head before the call.
+        n_tokens: N, padding included.
+
+    Returns:
+        True where visible, [B, 1, N, W], W = max(rows) + N; None if every row is, but for the chunk's own
+        rows right of the query. A padding query sees padding, so that no query is without a row.
+    """
+    most = max(rows)
+    if min(rows) == most:
+        return None
+    kept, column = mx.array(list(rows))[:, None, None, None], mx.arange(most + n_tokens)
+    if n_tokens == 1:
+        # One row goes to the first empty slot.
+        return column <= kept
+    own = column - most
+    return (column < kept) | ((own >= 0) & (own <= mx.arange(n_tokens)[:, None]))
+
+
+def settled(config: H2OConfig, slots: Slots, over: Sequence[bool], n_rows: int) -> Slots:
+    """Keep the best ``budget`` rows of the sequences that are ``over``, and all of the others, rows first.
+
+    Args:
+        config: Budget, protection.
+        slots: The slots after a call, its mass in the scores.
+        over: Sequences that hold more than ``budget`` tokens and to which the budget applies.
+        n_rows: The most rows that any sequence keeps; so many slots are left.
+    """
+    if any(over):
+        state = slots.state
+        stays = mx.put_along_axis(
+            mx.zeros(state.positions.shape, mx.bool_), survivors(config, state), mx.array(True), -1
+        )
+        gone = mx.array(list(over))[:, None, None] & ~stays
+        scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
+        state = H2OState(scores, totals, mx.where(gone, EMPTY, state.positions), state.seen)
+        slots = slots._replace(state=state)
+    return rows_first(slots, n_rows)
+
+
+def chosen(slots: Slots, sequences: Sequence[int], n_rows: int) -> Slots:
+    """Take sequences out, in the given order; ``n_rows`` is the most that any of them has."""
+    at = mx.array(list(sequences), mx.int32)
+    keys, values, state = slots
+    taken = Slots(keys[at], values[at], H2OState(*[x[at] for x in state]))
+    return packed(taken, n_rows)
+
+
+def joined(parts: Sequence[tuple[Slots | None, int, int]]) -> Slots | None:
+    """Put batches behind one another, in as many slots as the widest needs.
+
+    Args:
+        parts: For each batch its slots, None if it has seen nothing; its sequences; the most rows of any.
+
+    Raises:
+        ValueError: Heads, widths or dtypes differ.
+    """
+    present = [packed(slots, n_rows) for slots, _, n_rows in parts if slots is not None]
+    if not present:
+        return None
+    kinds = {tuple((x.shape[1], x.shape[3], x.dtype) for x in slots[:2]) for slots in present}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"caches of one batch have equal heads, widths and dtypes, got {sorted(map(str, kinds))} for keys and "
+            "values: batch the caches of one model"
+        )
+    width = max(map(capacity, present))
+    rest = iter(present)
+    full = [widened(_none(present[0], batch) if slots is None else next(rest), width) for slots, batch, _ in parts]
+    state = H2OState(*[mx.concatenate(list(x)) for x in zip(*[slots.state for slots in full], strict=True)])
+    return Slots(mx.concatenate([x.keys for x in full]), mx.concatenate([x.values for x in full]), state)
+
+
+def only(flags: Sequence[bool], new: mx.array, old: mx.array) -> mx.array:
+    """Take x [B, H, C, D] from ``new`` for the sequences with a flag, else from ``old``."""
+    return new if all(flags) else mx.where(mx.array(list(flags))[:, None, None, None], new, old)
+
+
+def per_sequence(numbers: Sequence[int]) -> mx.array:
+    """Shape a number for each sequence to go with [B, H, C]."""
+    return mx.array(list(numbers), mx.int32)[:, None, None]
+
+
+def lengths_of(numbers: Sequence[int] | None) -> mx.array | None:
+    """Put the real tokens of each sequence into the array that core takes."""
+    return None if numbers is None else mx.array(list(numbers), mx.int32)
+
+
+def _none(like: Slots, batch: int) -> Slots:
+    """Slots, none so far, of sequences that have seen nothing."""
+    keys, values = (mx.zeros((batch, x.shape[1], 0, x.shape[3]), x.dtype) for x in like[:2])
+    return Slots(keys, values, init(*keys.shape[:2]))
