@@ -7,6 +7,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
+from h2o_rope import rerotate
 
 from .conftest import texts
 
@@ -51,6 +52,9 @@ class MixedPositions(H2OKVCache):
     """The seed's fault, as an oracle: keys at cache ranks, the query at the absolute step."""
 
     def update_and_fetch(self, keys, values):
+        # The model has rotated them at the absolute step; the cache takes them to be at its ranks.
+        n = mx.arange(keys.shape[2], dtype=mx.int32)
+        keys = rerotate(keys, self.offset + n, self.size() + n, self.rotation)
         shown = super().update_and_fetch(keys, values)
         self.offset = self.tokens_seen
         return shown
