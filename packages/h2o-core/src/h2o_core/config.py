@@ -22,8 +22,8 @@ class H2OConfig:
         decay: Factor on every score per token seen, in (0, 1]; 1 is the paper's plain sum.
         long_share: Share of the places for heavy hitters, ``budget − n_sink − grace``, that go to the largest
             sums of attention without decay, in [0, 1]; the others go by score. With 0, or without decay,
-            the scores alone decide. 0.35 lost less on texts of some thousand tokens, but old sums are hard to
-            overtake, so a text without end wants 0.
+            the scores alone decide. Old sums are hard to overtake, so a text without
+            end wants 0.
         queries: Whose attention makes the mass: ``"true"`` the model's queries, ``"key"`` the
             incoming key standing in for them, which needs no hook in the model.
         positions: ``"original"`` keys keep the rotary position they arrived with; ``"rolling"`` the kept
