@@ -6,7 +6,7 @@ from h2o_core._shapes import Bool, Float, Float32, Integer
 from h2o_core.attention import attend
 from h2o_core.config import H2OConfig
 from h2o_core.scoring import observe
-from h2o_core.state import EMPTY, H2OState, grow, occupied, take, visible
+from h2o_core.state import H2OState, emptied, grow, occupied, take, visible
 
 _FIRST_TO_GO, _LAST_TO_GO, _POSITIONS = -(2**63), 2**63 - 1, 2**32
 
@@ -65,9 +65,7 @@ def victims(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H 1"]:
 def release(config: H2OConfig, state: H2OState, slots: Integer[mx.array, "B H 1"]) -> H2OState:
     """Empty the given slots of the heads that hold more than ``budget`` tokens."""
     over = occupied(state).sum(axis=-1, keepdims=True) > config.budget
-    gone = over & (mx.arange(state.positions.shape[-1]) == slots)
-    scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
-    return state._replace(scores=scores, totals=totals, positions=mx.where(gone, EMPTY, state.positions))
+    return emptied(state, over & (mx.arange(state.positions.shape[-1]) == slots))
 
 
 def survivors(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H K"]:

@@ -60,6 +60,12 @@ def grow(state: H2OState, capacity: int) -> H2OState:
     )
 
 
+def emptied(state: H2OState, gone: Bool[mx.array, "B H C"]) -> H2OState:
+    """Empty the slots where ``gone``."""
+    scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
+    return state._replace(scores=scores, totals=totals, positions=mx.where(gone, EMPTY, state.positions))
+
+
 def take(state: H2OState, slots: Integer[mx.array, "B H M"]) -> H2OState:
     """Keep the given slots, in the given order."""
     return state._replace(

@@ -9,7 +9,8 @@ import mlx.nn as nn
 
 from h2o_metal._shapes import Float, Int32
 from h2o_metal.kernel import launch
-from h2o_rope import Rotation, rotation_of
+from h2o_rope import Rotation
+from h2o_rope.moves import as_rotation, checked
 
 
 def rotate(
@@ -34,7 +35,7 @@ def rotate(
         TypeError: Positions are not integers, or ``rope`` is neither a module nor a rotation.
         ValueError: Positions don't broadcast to the rows, or the rows are narrower than the rotation.
     """
-    rotation = _rotation(rope)
+    rotation = as_rotation(rope)
     return _turned(x, None, positions, rotation, before=rotation.factor)
 
 
@@ -56,7 +57,7 @@ def derotate(
         TypeError: See ``rotate``.
         ValueError: See ``rotate``.
     """
-    rotation = _rotation(rope)
+    rotation = as_rotation(rope)
     return _turned(x, positions, None, rotation, after=rotation.factor)
 
 
@@ -82,7 +83,7 @@ def rerotate(
         TypeError: See ``rotate``.
         ValueError: See ``rotate``.
     """
-    return _turned(x, old, new, _rotation(rope))
+    return _turned(x, old, new, as_rotation(rope))
 
 
 def _turned(
@@ -94,15 +95,14 @@ def _turned(
     after: float = 1.0,
 ) -> mx.array:
     width, n_pairs = x.shape[-1], rotation.frequencies.shape[0]
-    if width < 2 * n_pairs:
-        raise ValueError(f"this rotation turns {2 * n_pairs} dims, the rows have {width}: pass whole keys")
+    unused = mx.zeros((1,), mx.int32)
+    old_positions, new_positions = (unused if p is None else _spread(p, x, rotation) for p in (old, new))
     if x.size == 0:
         return x
-    unused = mx.zeros((1,), mx.int32)
     inputs = {
         "x": x,
-        "old_positions": unused if old is None else _spread(old, x),
-        "new_positions": unused if new is None else _spread(new, x),
+        "old_positions": old_positions,
+        "new_positions": new_positions,
         "frequencies": rotation.frequencies,
         "numbers": mx.array([rotation.scale, before, after], mx.float32),
     }
@@ -119,18 +119,5 @@ def _turned(
     return launch("h2o_rotate", inputs, {"out": (x.shape, x.dtype)}, template, (n_rows, 1), threads)[0]
 
 
-def _rotation(rope: Rotation | nn.Module) -> Rotation:
-    return rope if isinstance(rope, Rotation) else rotation_of(rope)
-
-
-def _spread(positions: mx.array, x: mx.array) -> mx.array:
-    if not isinstance(positions, mx.array) or not mx.issubdtype(positions.dtype, mx.integer):
-        kind = positions.dtype if isinstance(positions, mx.array) else type(positions).__name__
-        raise TypeError(f"positions are an mx.array of integers, got {kind}: pass mx.array(..., mx.int32)")
-    rows = x.shape[:-1]
-    pairs = zip(reversed(positions.shape), reversed(rows), strict=False)
-    if positions.ndim > len(rows) or any(p not in (1, n) for p, n in pairs):
-        raise ValueError(
-            f"positions need the shape of the rows {rows} or one that broadcasts to it, got {positions.shape}"
-        )
-    return mx.broadcast_to(positions.astype(mx.int32), rows)
+def _spread(positions: mx.array, x: mx.array, rotation: Rotation) -> mx.array:
+    return mx.broadcast_to(checked(x, positions, rotation), x.shape[:-1])

@@ -1,6 +1,7 @@
 """What mlx_lm asks of a cache to run requests together: they join, run at different lengths, and leave."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Self
 
@@ -24,8 +25,9 @@ class Batch(Books):
     _to_come: tuple[int, ...] | None
     _call: Call | None
 
+    @abstractmethod
     def _count(self, counts: Counts) -> None:
-        raise NotImplementedError
+        """Take the counts of the sequences, and with them the offset."""
 
     def size(self) -> int:
         """Return the rows that each head holds, of the sequence that has the most."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, init
-from h2o_core.state import EMPTY
+from h2o_core.state import emptied
 from h2o_metal import survivors
 from h2o_mlxlm.slots import Slots, capacity, packed, rows_first, widened
 
@@ -50,10 +50,7 @@ def settled(config: H2OConfig, slots: Slots, over: Sequence[bool], n_rows: int) 
         stays = mx.put_along_axis(
             mx.zeros(state.positions.shape, mx.bool_), survivors(config, state), mx.array(True), -1
         )
-        gone = mx.array(list(over))[:, None, None] & ~stays
-        scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
-        state = H2OState(scores, totals, mx.where(gone, EMPTY, state.positions), state.seen)
-        slots = slots._replace(state=state)
+        slots = slots._replace(state=emptied(state, mx.array(list(over))[:, None, None] & ~stays))
     return rows_first(slots, n_rows)
 
 

@@ -44,8 +44,8 @@ def rotate(
     >>> mx.abs(rotate(mx.array([[[[1.0, 0.0]]]]), mx.array([[[1]]]), quarter)).round(3).tolist()
     [[[[0.0, 1.0]]]]
     """
-    rotation = _rotation(rope)
-    positions = _checked(x, positions, rotation)
+    rotation = as_rotation(rope)
+    positions = checked(x, positions, rotation)
     head, rest = _split(x, rotation)
     return _join(turn(head * _factor(x, rotation), positions, rotation, below=below), rest)
 
@@ -67,8 +67,8 @@ def derotate(
         TypeError: See ``rotate``.
         ValueError: See ``rotate``.
     """
-    rotation = _rotation(rope)
-    positions = _checked(x, positions, rotation)
+    rotation = as_rotation(rope)
+    positions = checked(x, positions, rotation)
     head, rest = _split(x, rotation)
     return _join(turn(head, positions, rotation, back=True) / _factor(x, rotation), rest)
 
@@ -98,8 +98,8 @@ def rerotate(
         TypeError: See ``rotate``.
         ValueError: See ``rotate``.
     """
-    rotation = _rotation(rope)
-    old, new = _checked(x, old, rotation), _checked(x, new, rotation)
+    rotation = as_rotation(rope)
+    old, new = checked(x, old, rotation), checked(x, new, rotation)
     head, rest = _split(x, rotation)
     return _join(turn(turn(head, old, rotation, back=True), new, rotation), rest)
 
@@ -130,12 +130,18 @@ def rope_remap_positions(
     return rerotate(keys, positions, ranks, rope), ranks
 
 
-def _rotation(rope: Rotation | nn.Module) -> Rotation:
+def as_rotation(rope: Rotation | nn.Module) -> Rotation:
+    """Take a rotation as it is, or out of a model's module."""
     return rope if isinstance(rope, Rotation) else rotation_of(rope)
 
 
-def _checked(x: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
-    """Positions as int32, if they and the rows fit the rotation."""
+def checked(x: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
+    """Return positions as int32, if they and the rows fit the rotation; for every back end's doors.
+
+    Raises:
+        TypeError: See ``rotate``.
+        ValueError: See ``rotate``.
+    """
     if not isinstance(positions, mx.array) or not mx.issubdtype(positions.dtype, mx.integer):
         kind = positions.dtype if isinstance(positions, mx.array) else type(positions).__name__
         raise TypeError(f"positions are an mx.array of integers, got {kind}: pass mx.array(..., mx.int32)")

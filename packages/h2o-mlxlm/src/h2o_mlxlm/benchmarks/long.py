@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from h2o_mlxlm.benchmarks import workload
-from h2o_mlxlm.benchmarks.rows import circumstances
 from h2o_mlxlm.benchmarks.timing import fit
 from h2o_mlxlm.benchmarks.variants import Room, Variant
+from h2o_mlxlm.circumstances import circumstances
 
 MIB = 2**20
 

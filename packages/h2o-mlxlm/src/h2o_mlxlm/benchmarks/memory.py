@@ -8,8 +8,8 @@ from typing import Any
 
 from h2o_mlxlm.benchmarks import layer
 from h2o_mlxlm.benchmarks.layer import ITEM_BYTES, Shape
-from h2o_mlxlm.benchmarks.rows import circumstances
 from h2o_mlxlm.benchmarks.variants import VARIANTS, Room
+from h2o_mlxlm.circumstances import circumstances
 
 KIB = 2**10
 MIB = 2**20

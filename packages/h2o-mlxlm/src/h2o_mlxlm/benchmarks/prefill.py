@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from h2o_mlxlm.benchmarks import workload
-from h2o_mlxlm.benchmarks.rows import circumstances
 from h2o_mlxlm.benchmarks.timing import in_turns, summaries
 from h2o_mlxlm.benchmarks.variants import Room, Variant
+from h2o_mlxlm.circumstances import circumstances
 
 MIB = 2**20
 

@@ -1,25 +1,9 @@
-"""Where a row was measured, and the file that rows go to."""
+"""The file that rows go to."""
 
 import csv
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-
-def circumstances() -> dict[str, Any]:
-    """Say where and with what a measurement is made: device, machine, versions, date."""
-    import mlx.core as mx
-
-    return {
-        "device": str(mx.default_device()),
-        "chip": str(mx.device_info().get("device_name", platform.machine())),
-        "machine": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "h2o-mlxlm")},
-        "date": date.today().isoformat(),
-    }
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from h2o_mlxlm.benchmarks.layer import Shape
-from h2o_mlxlm.benchmarks.rows import circumstances
 from h2o_mlxlm.benchmarks.step import step_times
 from h2o_mlxlm.benchmarks.timing import check_points, fit
 from h2o_mlxlm.benchmarks.variants import Variant
+from h2o_mlxlm.circumstances import circumstances
 
 
 def bandwidth(n_bytes: int = 2**28, n_repeats: int = 5) -> tuple[float, str]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from h2o_mlxlm.benchmarks import layer
 from h2o_mlxlm.benchmarks.layer import Shape
-from h2o_mlxlm.benchmarks.rows import circumstances
 from h2o_mlxlm.benchmarks.timing import in_turns, summaries
 from h2o_mlxlm.benchmarks.variants import Room, Variant
+from h2o_mlxlm.circumstances import circumstances
 
 
 def measure(

@@ -82,14 +82,10 @@ def prefill(model: Any, caches: list[Any], tokens: "mx.array", chunk: int) -> "m
     Returns:
         The first new token of each sequence [B, 1].
     """
-    import mlx.core as mx
+    from h2o_mlxlm.evaluation.passes import read_but_last
 
-    last = tokens.shape[1] - 1
-    for start in range(0, last, chunk):
-        model(tokens[:, start : min(start + chunk, last)], cache=caches)
-        mx.eval([cache.state for cache in caches])
-        mx.clear_cache()
-    return decode(model, caches, tokens[:, last:])
+    read_but_last(model, caches, tokens, chunk)
+    return decode(model, caches, tokens[:, -1:])
 
 
 def decode(model: Any, caches: list[Any], token: "mx.array") -> "mx.array":

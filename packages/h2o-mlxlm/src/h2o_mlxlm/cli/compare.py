@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from h2o_mlxlm.cli import evaluate, flags
+from h2o_mlxlm.cli.loading import loaded
 
 NARROWEST = 40  # columns of text
 GAP = "  "
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text.strip():
         raise ValueError("the prompt is empty: pass --prompt TEXT, or '-' and text on standard input")
-    model, tokenizer = evaluate.loaded(args.model)
+    model, tokenizer = loaded(args.model)
     prompt = _encode(args, tokenizer, text)
     results = [_generated(args, model, tokenizer, prompt, variant) for variant in variants]
     full = next((r["tokens"] for r in results if r["method"] == "full"), None)

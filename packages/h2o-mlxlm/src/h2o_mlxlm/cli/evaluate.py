@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import flags
+from h2o_mlxlm.cli.loading import loaded
 
 _BIG = 2**31 - 1
 _COUNT = flags.number(1, _BIG, int)
@@ -189,22 +190,6 @@ def chosen_variants(args: argparse.Namespace, budgets: list[int], seeds: list[in
     return variants(args.methods, budgets, args.settings or args.default_settings, seeds, label, sampled)
 
 
-def loaded(name: str | None) -> Any:
-    """Load a model and its tokenizer.
-
-    Raises:
-        ValueError: It can't be loaded.
-    """
-    from h2o_mlxlm.models import load
-
-    try:
-        return load(name)
-    except Exception as error:
-        # Files and hubs fail with errors of many kinds, few of which say where.
-        said = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise ValueError(said if name is None or name in said else f"{name}: {said}") from error
-
-
 def _rows(args: argparse.Namespace, kind: Any) -> Any:
     from h2o_mlxlm.evaluation.results import Rows
 
@@ -212,10 +197,12 @@ def _rows(args: argparse.Namespace, kind: Any) -> Any:
 
 
 def _circumstances(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    from h2o_mlxlm.evaluation.results import circumstances
+    from h2o_mlxlm.circumstances import circumstances
+    from h2o_mlxlm.evaluation.results import model_identity
 
     asked = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list))}
-    return {**circumstances(model), "asked": asked}
+    packages = ("mlx", "mlx-lm", "h2o-core", "h2o-mlxlm")
+    return {"model": model_identity(model), **circumstances(packages), "asked": asked}
 
 
 def _bar(todo: list[Any], unit: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from h2o_core import H2OConfig
 from h2o_core.config import MOST_TOKENS
 from h2o_mlxlm.cli import flags
+from h2o_mlxlm.cli.loading import loaded
 
 _INFINITY = float("inf")
 _BIG = 2**31 - 1
@@ -67,7 +68,12 @@ def run(args: argparse.Namespace) -> int:
         flags.config_from(args, args.budget)
     text = _prompt_text(args)
     args.verbose = args.verbose and not args.json
-    model, tokenizer = _load(args)
+    model, tokenizer = loaded(
+        args.model,
+        adapter_path=args.adapter_path,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        trust_remote_code=args.trust_remote_code,
+    )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
@@ -79,22 +85,6 @@ def run(args: argparse.Namespace) -> int:
     elif not args.verbose:
         print(report["text"])
     return 0
-
-
-def _load(args: argparse.Namespace) -> Any:
-    from h2o_mlxlm.models import load
-
-    try:
-        return load(
-            args.model,
-            adapter_path=args.adapter_path,
-            tokenizer_config={"trust_remote_code": args.trust_remote_code},
-            trust_remote_code=args.trust_remote_code,
-        )
-    except Exception as error:
-        # A hub, a config, a weight or tokenizer file: each fails with errors of its own kind, few of which say where.
-        said = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise ValueError(said if args.model is None or args.model in said else f"{args.model}: {said}") from error
 
 
 def tokens_in(model: Any, n_bytes: float) -> int:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from h2o_mlxlm.cli import evaluate, flags
+from h2o_mlxlm.cli import flags
+from h2o_mlxlm.cli.loading import loaded
 
 _COUNT = flags.number(1, 2**20, int)
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).suffix != ".safetensors":
         raise ValueError(f"a trace is written to a file that ends in .safetensors, got {args.out}")
     text = Path(args.text).read_text(encoding="utf-8")
-    model, tokenizer = evaluate.loaded(args.model)
+    model, tokenizer = loaded(args.model)
     from h2o_core import write_trace
 
     tokens = list(tokenizer.encode(text))[: args.tokens]

@@ -15,13 +15,18 @@ def read_prompt(model: Any, caches: list[Any], tokens: mx.array, prefill_step_si
     Returns:
         The last token's logits [B, V].
     """
+    read_but_last(model, caches, tokens, prefill_step_size)
+    logits: mx.array = model(tokens[:, -1:], cache=caches)[:, -1]
+    return logits
+
+
+def read_but_last(model: Any, caches: list[Any], tokens: mx.array, prefill_step_size: int) -> None:
+    """Feed all tokens [B, T] but the last, in calls of ``prefill_step_size``."""
     most = tokens.shape[1] - 1
     for start in range(0, most, prefill_step_size):
         model(tokens[:, start : min(start + prefill_step_size, most)], cache=caches)
         mx.eval([c.state for c in caches])
         mx.clear_cache()
-    logits: mx.array = model(tokens[:, -1:], cache=caches)[:, -1]
-    return logits
 
 
 def continued(

@@ -1,12 +1,9 @@
-"""Rows that survive an interruption, and what identifies and surrounds a measurement."""
+"""Rows that survive an interruption, and what identifies a measurement."""
 
 import csv
 import hashlib
 import json
-import platform
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +88,6 @@ def model_identity(model: Any) -> str:
     _, name, weight = min(matrices, key=lambda m: m[:2])
     content = hashlib.sha256(bytes(memoryview(weight.astype(mx.float32)))).hexdigest()
     return identity(vars(args) if args is not None else type(model).__name__, name, str(weight.dtype), content)
-
-
-def circumstances(model: Any) -> dict[str, Any]:
-    """Say on what, with what and when something was measured."""
-    import mlx.core as mx
-
-    return {
-        "model": model_identity(model),
-        "device": str(mx.default_device()),
-        "machine": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "h2o-core", "h2o-mlxlm")},
-        "date": date.today().isoformat(),
-    }
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
