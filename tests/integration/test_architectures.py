@@ -11,7 +11,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
-from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
+from h2o_mlxlm import H2OConfig, H2OKVCache, install, integration, make_prompt_cache, uninstall
+from h2o_mlxlm.backend import REFERENCE
 from h2o_mlxlm.integration import NO_ROLLING, PLACE_MATTERS
 
 from .architectures import ALL, ARCHITECTURES, ATTENTION, FULL, REFUSED, VOCABULARY, build
@@ -80,9 +81,12 @@ def test_below_the_budget_the_logits_are_the_models_own(arch):
 
 
 @every
-@pytest.mark.parametrize("queries", ["true", "key"])
-def test_a_small_budget_holds_in_generation(arch, queries):
-    queries = queries if arch.true_queries else "key"
+@pytest.mark.parametrize("queries", ["true", "key", "true, fused"])
+def test_a_small_budget_holds_in_generation(arch, queries, monkeypatch):
+    if "fused" in queries:
+        # As a back end with kernels goes: a decode step in one function, over all slots.
+        monkeypatch.setattr(integration, "backend_of", lambda name: REFERENCE._replace(name="fused", fused=True))
+    queries = queries.split(",")[0] if arch.true_queries else "key"
     model = build(arch.name, arch.args)
     made, ours = caches(model, arch, SMALL, decay=1.0, queries=queries)
     generate(model, made)

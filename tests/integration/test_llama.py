@@ -1,11 +1,16 @@
 """The real Llama model: coherent text, the full cache's text, and loss between full and recency."""
 
+from itertools import islice
+
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
+import h2o_metal.kernel
+import mslemu
+from h2o_metal.kernel import launches
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
 from h2o_rope import rerotate
 
@@ -140,3 +145,25 @@ def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses):
         print(f"{name:>28}   " + "  ".join(f"{x:9.3f}" for x in [*row.tolist(), row.mean().item()]))
     assert all(c.evictions == CONTEXT + SCORED - budget for c in caches)
     assert 0 < ours.mean().item() < recency.mean().item()
+
+
+def test_kernels_give_the_references_tokens(llama, monkeypatch):
+    """The text of the Metal kernels, on the emulator: one launch a layer and decode step."""
+    monkeypatch.setattr(h2o_metal.kernel, "builder", mslemu.metal_kernel)
+    question = [{"role": "user", "content": "Name the capital of France."}]
+    prompt = mx.array(llama.tokenizer.apply_chat_template(question, add_generation_prompt=True))
+    tokens = {}
+    for backend in ("reference", "metal"):
+        caches = make_prompt_cache(llama.model, H2OConfig(budget=24), backend=backend)
+        with launches() as ran:
+            steps = generate_step(prompt, llama.model, max_tokens=8, prompt_cache=caches)
+            tokens[backend] = [int(token) for token, _ in islice(steps, 4)]
+        assert caches[0].evictions >= 15
+    assert tokens["metal"] == tokens["reference"]
+    n_layers = len(caches)
+    assert {name: ran.count(name) / n_layers for name in set(ran)} == {
+        "h2o_softmax_rows": 1,
+        "h2o_column_mass": 1,
+        "h2o_evict": 1,
+        "h2o_decode": caches[0].tokens_seen - (len(prompt) - 1),
+    }

@@ -432,7 +432,7 @@ def test_one_sequence_merged_goes_on_as_before(monkeypatch):
     single = filled(9)
     merged = H2OKVCache.merge([single])
     assert merged.offset.tolist() == [9]
-    monkeypatch.setattr(h2o_mlxlm.cache, "turned", turned := counting(h2o_mlxlm.cache.turned))
+    monkeypatch.setattr(h2o_mlxlm.calls, "turned", turned := counting(h2o_mlxlm.calls.turned))
     for i in range(20):
         assert merged.make_mask(1) is None
         assert mx.allclose(attend(merged, *rows(i, 1, 1)), attend(single, *rows(i, 1, 1)), atol=1e-6)
@@ -444,8 +444,8 @@ def test_one_sequence_merged_goes_on_as_before(monkeypatch):
 
 def test_steady_decode_of_a_batch_needs_no_mask_and_copies_nothing(monkeypatch):
     cache = H2OKVCache.merge([filled(9), filled(2), filled(30)])
-    monkeypatch.setattr(h2o_mlxlm.cache, "turned", turned := counting(h2o_mlxlm.cache.turned))
-    monkeypatch.setattr(h2o_mlxlm.cache, "settled", settled := counting(h2o_mlxlm.cache.settled))
+    monkeypatch.setattr(h2o_mlxlm.calls, "turned", turned := counting(h2o_mlxlm.calls.turned))
+    monkeypatch.setattr(h2o_mlxlm.calls, "settled", settled := counting(h2o_mlxlm.calls.settled))
     masks = []
     for i in range(12):
         masks.append(cache.make_mask(1) is not None)

@@ -232,7 +232,7 @@ def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
 
 def test_json_is_one_object_with_the_issues_keys(report):
     got = report("--prompt", LONG, *SMALL)
-    assert list(got) == ["text", *COUNTS, "config"]
+    assert list(got) == ["text", *COUNTS, "backend", "config"]
     assert got["kept_tokens"] <= 24
     seen = got["kept_tokens"] + got["evictions"]
     # The last token that is shown may have been fed to the model, or not.
@@ -363,3 +363,11 @@ def test_as_a_process_the_text_comes_out_and_the_log_apart(tiny_folder):
     assert "kept 24 per head" in done.stdout.splitlines()[-1]
     assert done.stderr.count("\n") == 1
     assert "CPU back end: weights as float32" in done.stderr
+
+
+def test_a_back_end_by_name_runs_or_is_refused(run, report, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert report("--prompt", "hello", *SMALL, "--backend", "reference")["backend"] == "reference"
+    code, out, err = run("--prompt", "hello", *SMALL, "--backend", "metal")
+    assert (code, out) == (2, "")
+    assert 'backend="metal" needs Metal' in err

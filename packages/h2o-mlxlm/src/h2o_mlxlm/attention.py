@@ -3,7 +3,6 @@
 import mlx.core as mx
 from mlx_lm.models import base
 
-from h2o_metal import attend
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.masks import is_ours
 
@@ -47,9 +46,12 @@ def scaled_dot_product_attention(
             f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
             "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
+    stepped = cache.step(queries, keys, values, scale, sinks)
+    if stepped is not None:
+        return stepped
     # Every mask of ours says the same: a sequence's kept rows, then the chunk's own, causally.
     shown, lengths = cache.view()
-    out, mass = attend(queries, keys, values, scale, cache.config.decay, shown, lengths, sinks)
+    out, mass = cache.backend.attend(queries, keys, values, scale, cache.config.decay, shown, lengths, sinks)
     if cache.config.queries == "key":
         return out
     cache.observe(mass)

@@ -24,6 +24,7 @@ class Batch(Books):
     _batched: bool
     _to_come: tuple[int, ...] | None
     _call: Call | None
+    _free: mx.array | None
 
     @abstractmethod
     def _count(self, counts: Counts) -> None:
@@ -122,7 +123,7 @@ class Batch(Books):
         """Go on as a batch with these counts."""
         # From one call to the next, but not across a change of the batch.
         self._end_call()
-        self._batched, self._ranks, self._call = True, None, None
+        self._batched, self._ranks, self._call, self._free = True, None, None, None
         self._count(tuple(counts))
 
     def _join(self, caches: Sequence[Self]) -> None:

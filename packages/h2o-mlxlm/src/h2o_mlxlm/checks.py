@@ -54,5 +54,6 @@ def raise_ended() -> NoReturn:
     """Say why attention can't be reported now."""
     raise RuntimeError(
         "attention was reported to an H2O cache whose call has ended: read its properties before or after "
-        "a forward pass of the model, not during one"
+        "a forward pass of the model, not during one; if a layer attends twice to one cache, make the cache with "
+        "make_prompt_cache, which sees that"
     )

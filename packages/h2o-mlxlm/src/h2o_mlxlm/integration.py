@@ -1,5 +1,6 @@
 """Bounded caches for a loaded model: composes core, rope, the cache and the attention hook."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
+from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_rope import Rotation, rotation_of
 
@@ -36,7 +38,7 @@ NO_ROLLING = {
 }
 
 
-def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False) -> list[Any]:
+def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
     Layers that attend to everything get an ``H2OKVCache``; layers with a sliding window keep mlx_lm's
@@ -47,15 +49,17 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
         model: A model that ``mlx_lm.load`` or ``h2o_mlxlm.load`` returned.
         config: What each layer keeps.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
+        backend: ``"auto"``, ``"reference"`` or ``"metal"``; see ``backend_of``.
 
     Returns:
         The list that ``prompt_cache=`` takes.
 
     Raises:
         TypeError: ``config`` is no ``H2OConfig``.
-        ValueError: This model, or one of its layers, can't do what the configuration asks; it says why
-            and what can.
+        ValueError: This model, or one of its layers, can't do what the configuration asks, or the back end can't run
+            here; it says why and what can.
     """
+    chosen = backend_of(backend)
     if not isinstance(config, H2OConfig):
         raise TypeError(f"config must be an H2OConfig, got {config!r}: H2OConfig(budget=512), for example")
     own = _own_caches(model)
@@ -71,13 +75,16 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     layers = _layers_of(model, own)
     if config.positions == "auto" and config.trained_length is None:
         config = replace(config, trained_length=_trained_length(model))
+    if len(own) < len(model.layers):
+        # Some layers attend to another's cache, whose call ends only when all of them have.
+        chosen = chosen._replace(fused=False)
     return [
-        _cache_for(model, layer, config) if mine else other
+        _cache_for(model, layer, config, chosen) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
 
 
-def install(model: nn.Module, config: H2OConfig, partial: bool = False) -> None:
+def install(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> None:
     """Make every generation, chat and server request on this model use fresh H2O caches.
 
     Sets ``model.make_cache``, which mlx_lm asks for the caches of each generation.
@@ -86,13 +93,15 @@ def install(model: nn.Module, config: H2OConfig, partial: bool = False) -> None:
         model: The model.
         config: What each layer keeps.
         partial: See ``make_prompt_cache``.
+        backend: See ``make_prompt_cache``.
 
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    make_prompt_cache(model, config, partial)
+    make_prompt_cache(model, config, partial, backend)
     uninstall(model)
-    model.make_cache = _MakeCache(model, config, partial, vars(model).get("make_cache"))
+    make = functools.partial(make_prompt_cache, model, config, partial, backend)
+    model.make_cache = _MakeCache(make, vars(model).get("make_cache"))
 
 
 def uninstall(model: nn.Module) -> None:
@@ -107,11 +116,11 @@ def uninstall(model: nn.Module) -> None:
 class _MakeCache:
     """What ``install`` sets: a function of nothing, as mlx_lm calls it."""
 
-    def __init__(self, model: nn.Module, config: H2OConfig, partial: bool, previous: Callable[..., Any] | None) -> None:
-        self.model, self.config, self.partial, self.previous = model, config, partial, previous
+    def __init__(self, make: Callable[[], list[Any]], previous: Callable[..., Any] | None) -> None:
+        self.make, self.previous = make, previous
 
     def __call__(self) -> list[Any]:
-        return make_prompt_cache(self.model, self.config, self.partial)
+        return self.make()
 
 
 def _own_caches(model: nn.Module) -> list[Any]:
@@ -164,9 +173,9 @@ def _layers_of(model: nn.Module, own: list[Any]) -> list[nn.Module | None]:
     return layers[: len(own)] if len(own) <= len(layers) else [None] * len(own)
 
 
-def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig) -> H2OKVCache:
+def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend) -> H2OKVCache:
     rotation = None if config.positions == "original" else _rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, _scale_of(layer), rotation)
+    return H2OKVCache(config, _scale_of(layer), rotation, backend)
 
 
 def _trained_length(model: nn.Module) -> int:

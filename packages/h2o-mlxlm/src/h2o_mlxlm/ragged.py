@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, init
 from h2o_core.state import emptied
-from h2o_metal import survivors
+from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.slots import Slots, capacity, packed, rows_first, widened
 
 
@@ -36,11 +36,12 @@ def visibility(rows: Sequence[int], n_tokens: int) -> mx.array | None:
     return (column < kept) | ((own >= 0) & (own <= mx.arange(n_tokens)[:, None]))
 
 
-def settled(config: H2OConfig, slots: Slots, over: Sequence[bool], n_rows: int) -> Slots:
+def settled(config: H2OConfig, backend: Backend, slots: Slots, over: Sequence[bool], n_rows: int) -> Slots:
     """Keep the best ``budget`` rows of the sequences that are ``over``, and all of the others, rows first.
 
     Args:
         config: Budget, protection.
+        backend: Who finds the best.
         slots: The slots after a call, its mass in the scores.
         over: Sequences that hold more than ``budget`` tokens and to which the budget applies.
         n_rows: The most rows that any sequence keeps; so many slots are left.
@@ -48,7 +49,7 @@ def settled(config: H2OConfig, slots: Slots, over: Sequence[bool], n_rows: int) 
     if any(over):
         state = slots.state
         stays = mx.put_along_axis(
-            mx.zeros(state.positions.shape, mx.bool_), survivors(config, state), mx.array(True), -1
+            mx.zeros(state.positions.shape, mx.bool_), backend.survivors(config, state), mx.array(True), -1
         )
         slots = slots._replace(state=emptied(state, mx.array(list(over))[:, None, None] & ~stays))
     return rows_first(slots, n_rows)

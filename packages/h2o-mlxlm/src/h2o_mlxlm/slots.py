@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take
-from h2o_metal import evict, victims
+from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
+from h2o_mlxlm.backend import Backend
 
 STEP = 256
 """Slots added at a time below the budget, as mlx_lm's own cache does."""
@@ -49,7 +49,13 @@ def rows_first(slots: Slots, n_rows: int) -> Slots:
 
 
 def written(
-    slots: Slots, keys: mx.array, values: mx.array, n_rows: int, budget: int, lengths: mx.array | None = None
+    slots: Slots,
+    keys: mx.array,
+    values: mx.array,
+    n_rows: int,
+    budget: int,
+    lengths: mx.array | None = None,
+    free: mx.array | None = None,
 ) -> Slots:
     """Put one token's rows into an empty slot, of which more are made if there is none.
 
@@ -60,16 +66,17 @@ def written(
         n_rows: The most rows that any head holds.
         budget: There are no more than budget + 1 slots, but where the budget does not apply yet.
         lengths: int32 [B], 0 for a sequence whose token is padding: it leaves its slot empty. None if all are real.
+        free: An empty slot of each head [B, H, 1], where it is known.
     """
     if capacity(slots) == n_rows:
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = widened(slots, n_rows + more)
-    state, where = _admitted(slots.state) if lengths is None else admit(slots.state, 1, lengths)
+    state, where = _admitted(slots.state, free) if lengths is None else admit(slots.state, 1, lengths)
     return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
 
 
 def turned(config: H2OConfig, slots: Slots, mass: Mass, keys: mx.array, values: mx.array) -> Slots:
-    """End a call of one token over the budget and put the next token's rows where a row has gone.
+    """End a call of one token over the budget and put the next token's rows where a row has gone, by the reference.
 
     What ``scored`` and ``written`` do, with their small operations compiled into one function: starting them
     would be most of their cost.
@@ -89,8 +96,8 @@ def _turn(config: H2OConfig) -> Callable[[H2OState, Mass], tuple[H2OState, mx.ar
 
 
 @mx.compile
-def _admitted(state: H2OState) -> tuple[H2OState, mx.array]:
-    return admit(state, 1)
+def _admitted(state: H2OState, free: mx.array | None) -> tuple[H2OState, mx.array]:
+    return admit(state, 1, slots=free)
 
 
 def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, lengths: mx.array | None = None) -> Slots:
@@ -101,7 +108,13 @@ def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, length
 
 
 def scored(
-    config: H2OConfig, slots: Slots, mass: Mass, n_tokens: int, over: bool, lengths: mx.array | None = None
+    config: H2OConfig,
+    backend: Backend,
+    slots: Slots,
+    mass: Mass,
+    n_tokens: int,
+    over: bool,
+    lengths: mx.array | None = None,
 ) -> Slots:
     """End a call: its mass goes into the scores and, if heads are ``over`` the budget, the lowest go.
 
@@ -109,6 +122,7 @@ def scored(
 
     Args:
         config: Decay, budget, protection.
+        backend: Who finds the lowest.
         slots: The slots that the call attended to.
         mass: Two float32 [B, H, M], M at most C: of the first M slots.
         n_tokens: Tokens of the call.
@@ -126,8 +140,8 @@ def scored(
     if not over:
         return slots
     if capacity(slots) == config.budget + 1:
-        return slots._replace(state=release(config, slots.state, victims(config, slots.state)))
-    state, order = evict(config, slots.state)
+        return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
+    state, order = backend.evict(config, slots.state)
     # The state has its empty slot already.
     return widened(_taken(slots, state, order), config.budget + 1)
 

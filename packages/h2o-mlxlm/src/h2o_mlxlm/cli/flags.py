@@ -127,6 +127,12 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Hold the whole prompt until its last token",
     )
+    add(
+        "--backend",
+        choices=["auto", "reference", "metal"],
+        default="auto",
+        help="Whose code does the work (%(default)s: Metal kernels where they run)",
+    )
 
 
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:

@@ -63,9 +63,12 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
+    from h2o_mlxlm.backend import backend_of
+
     if not isinstance(args.budget, float):
         # Before the model is loaded, for that takes time.
         flags.config_from(args, args.budget)
+    backend_of(args.backend)
     text = _prompt_text(args)
     args.verbose = args.verbose and not args.json
     model, tokenizer = loaded(
@@ -172,7 +175,7 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    caches = make_prompt_cache(model, config)
+    caches = make_prompt_cache(model, config, backend=args.backend)
     pieces: list[str] = []
     response: Any = None
     with _Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
@@ -198,6 +201,7 @@ def _generate(
         "evictions": ours[0].evictions,
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
+        "backend": ours[0].backend.name,
         "config": asdict(config),
     }
     if args.verbose:

@@ -1,0 +1,224 @@
+"""A call of the model to one cache: from its new keys and values to who goes.
+
+No arithmetic of its own: who stays is core's to say, rotation is rope's, and both come from the back end.
+"""
+
+from typing import Literal
+
+import mlx.core as mx
+
+from h2o_core import Mass
+from h2o_mlxlm.backend import Backend
+from h2o_mlxlm.batch import Batch
+from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
+from h2o_mlxlm.counts import Call, Counts, called
+from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
+from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, rows_at, scored, turned, written
+from h2o_rope import Rotation
+
+
+class Calls(Batch):
+    """Cache calls, one after the other.
+
+    A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``,
+    ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
+    the scores, and the lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts
+    in full, and nothing goes before it has been attended to. Only ``step`` ends a call by itself.
+    """
+
+    scale: float | None
+    rotation: Rotation | None
+    backend: Backend
+
+    def _begin(self, counts: Counts) -> None:
+        """Have seen nothing yet."""
+        self.offset = 0
+        self._slots = None
+        self._counts = counts
+        self._batched = False  # there is a count for each sequence
+        self._to_come = None  # real tokens of a padded prompt
+        self._ranks = None  # of the rows shown last, if they filled all slots
+        self._call = None  # the last one
+        self._open = 0  # tokens of the open call, padding included
+        self._whole = False  # the open call is shown every slot, for ``step``
+        self._free = None  # an empty slot of each head, if ``step`` has left one
+        self._mass: Mass | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Give the new rows slots and return what the call attends to.
+
+        Args:
+            keys: New keys [B, H, N, D], rotated at ``offset``.
+            values: New values [B, H, N, Dv].
+
+        Returns:
+            Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.
+
+        Raises:
+            ValueError: Batch, heads, width or dtype differ from the calls before.
+            RuntimeError: The call before this one was never reported to ``observe``.
+        """
+        n = keys.shape[2]
+        call, to_come = called(self.config, self._counts, n, self._to_come)
+        mass = self._mass if n == 1 and call.lengths is None and self._in_steady_decode() else None
+        if mass is None:
+            self._end_call()
+        check_call(self.config, call, self._slots, keys, values, self._batched)
+        if self.rotation is not None and any(c.rolling for c in call.before):
+            places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
+            keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
+        slots = none_yet(keys, values) if self._slots is None else self._slots
+        if mass is not None:
+            self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
+        elif n == 1:
+            lengths = lengths_of(call.lengths)
+            self._slots = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
+        else:
+            self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
+        self._call, self._open, self._to_come, self._free = call, n, to_come, None
+        self._whole = self._steps(call)
+        self._count(call.after)
+        shown = self.keys_and_values()
+        if self.config.queries == "key":
+            mass = self._key_mass(keys, shown[0])
+            self.observe(mass)
+            # No attention of ours follows to tie the mass to.
+            shown = tuple(mx.depends(list(shown), list(mass)))
+        return shown
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what the open call attends to, or without one what the next call will."""
+        slots, call = self._live(), self._call if self._open else None
+        shown = self.size() if call is None else call.most + call.n_tokens
+        if call is None:
+            slots = packed(slots, shown)
+        keys, values, state = slots
+        rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
+        if self.rotation is not None and any(rolling):
+            places = self._places(slots, call, shown)
+            keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown), keys)
+        if not self._whole:
+            keys, values = keys[:, :, :shown], values[:, :, :shown]
+        # Decode evaluates logits alone: tie the state to them, or it piles up as a graph.
+        keys, values = mx.depends([keys, values], list(state))
+        return keys, values
+
+    def view(self) -> tuple[mx.array | Literal["causal"] | None, mx.array | None]:
+        """Say what the last call's queries may attend to, as ``attend`` takes it: mask and lengths."""
+        call = self._last_call()
+        mask = visibility([c.kept for c in call.before], call.n_tokens)
+        if mask is None:
+            return "causal" if call.n_tokens > 1 else None, lengths_of(call.lengths)
+        return mask, lengths_of(call.lengths)
+
+    def step(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attend with the open call's one token and end the call, in one launch of the back end.
+
+        Args:
+            queries: [B, Hq, 1, D].
+            keys: What ``update_and_fetch`` returned.
+            values: Likewise.
+            scale: Factor on the logits.
+            sinks: Sink logits [Hq].
+
+        Returns:
+            The output [B, Hq, 1, Dv]; None if this call has to be attended to and observed in steps.
+        """
+        if not self._whole:
+            return None
+        slots, call = self._live(), self._last_call()
+        out, state, victim = self.backend.decode_step(
+            self.config, slots.state, queries, keys, values, scale, sinks=sinks
+        )
+        self._slots, self._open, self._whole = slots._replace(state=state), 0, False
+        self._free = victim if all(call.over) else None
+        # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
+        tied: list[mx.array] = mx.depends([out], [*state, victim])
+        return tied[0]
+
+    def observe(self, mass: Mass) -> None:
+        """Take the mass that the open call's attention gave to each row it attended to.
+
+        Args:
+            mass: Two float32 [B, H, M], made with the configuration's decay.
+
+        Raises:
+            RuntimeError: No call is open.
+        """
+        if not self._open:
+            raise_ended()
+        self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
+
+    def _end_call(self) -> None:
+        """Score what the open call attended to and let the lowest go."""
+        call, mass = self._call, self._mass
+        if not self._open or call is None:
+            return
+        if mass is None:
+            raise_unreported()
+        slots, over = self._live(), call.over
+        # Where sequences differ, a call may leave empty slots between the rows, or rows that stay beyond the budget.
+        full = call.n_tokens == 1 and (capacity(slots) == self.config.budget + 1 or not any(over))
+        even = full or call.is_even
+        lengths = lengths_of(call.lengths)
+        slots = scored(self.config, self.backend, slots, mass, call.n_tokens, even and any(over), lengths)
+        if not even:
+            slots = settled(self.config, self.backend, slots, over, self.size())
+        if self.rotation is not None and any(call.turning):
+            keys = self.backend.derotate(slots.keys, slots.state.positions, self.rotation)
+            slots = slots._replace(keys=only(call.turning, keys, slots.keys))
+        self._slots, self._open, self._mass = slots, 0, None
+
+    def _last_call(self) -> Call:
+        if self._call is None:
+            raise_ended()
+        return self._call
+
+    def _steps(self, call: Call) -> bool:
+        """Say whether the back end can take the call in one launch: at most one row of a head has to go."""
+        if not self.backend.fused or call.n_tokens > 1 or call.lengths is not None or any(call.turning):
+            return False
+        return self.config.queries == "true" and capacity(self._live()) <= self.config.budget + 1
+
+    def _in_steady_decode(self) -> bool:
+        """Say whether the open call has one token, fills every slot and will leave one empty, by the reference."""
+        call, width = self._call, self.config.budget + 1
+        if self.backend.name != "reference":
+            return False
+        if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
+            return False
+        turning = self.rotation is not None and any(call.turning)
+        return all(call.over) and not turning and self._live().keys.shape[2] == width
+
+    def _count(self, counts: Counts) -> None:
+        self._counts = counts
+        self.offset = mx.array([c.place for c in counts], mx.int32) if self._batched else counts[0].place
+
+    def _places(self, slots: Slots, call: Call | None, shown: int) -> mx.array:
+        """The place of each row among its head's rows, where keys roll."""
+        if call is None or not call.is_even:
+            self._ranks = None
+            open_rows = (0,) * len(self._counts) if call is None else call.real
+            counts = self._counts if call is None else call.before
+            return ranks(slots, per_sequence([c.kept + n for c, n in zip(counts, open_rows, strict=True)]))
+        places = ranks(slots, shown, self._ranks if call.n_tokens == 1 else None)
+        # Only ranks of full slots carry over: the next row must take the place of one that has a rank.
+        self._ranks = places if shown == capacity(slots) else None
+        return places
+
+    def _key_mass(self, keys: mx.array, shown: mx.array) -> Mass:
+        """The mass when each incoming key, where the model put it, stands in for its query."""
+        n = keys.shape[2]
+        if n > 1:
+            keys = shown[:, :, -n:]
+        elif self.rotation is not None:
+            keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
+        scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return self.backend.attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]
+
+    def _live(self) -> Slots:
+        if self._slots is None:
+            raise ValueError("this cache is empty: it has no rows before its first update_and_fetch")
+        return self._slots
