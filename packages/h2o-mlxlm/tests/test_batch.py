@@ -16,6 +16,7 @@ import h2o_mlxlm.attention
 import h2o_mlxlm.cache
 from h2o_core.conformance import TOLERANCE, Head, close, same_choice
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, load, make_prompt_cache, scaled_dot_product_attention, uninstall
+from h2o_mlxlm.ledger import Ledger
 
 BUDGET, STEP, SCALE = 12, 8, 0.6
 CONFIGS = {
@@ -432,7 +433,7 @@ def test_one_sequence_merged_goes_on_as_before(monkeypatch):
     single = filled(9)
     merged = H2OKVCache.merge([single])
     assert merged.offset.tolist() == [9]
-    monkeypatch.setattr(h2o_mlxlm.calls, "turned", turned := counting(h2o_mlxlm.calls.turned))
+    monkeypatch.setattr(Ledger, "turn", turned := counting(Ledger.turn))
     for i in range(20):
         assert merged.make_mask(1) is None
         assert mx.allclose(attend(merged, *rows(i, 1, 1)), attend(single, *rows(i, 1, 1)), atol=1e-6)
@@ -444,7 +445,7 @@ def test_one_sequence_merged_goes_on_as_before(monkeypatch):
 
 def test_steady_decode_of_a_batch_needs_no_mask_and_copies_nothing(monkeypatch):
     cache = H2OKVCache.merge([filled(9), filled(2), filled(30)])
-    monkeypatch.setattr(h2o_mlxlm.calls, "turned", turned := counting(h2o_mlxlm.calls.turned))
+    monkeypatch.setattr(Ledger, "turn", turned := counting(Ledger.turn))
     monkeypatch.setattr(h2o_mlxlm.calls, "settled", settled := counting(h2o_mlxlm.calls.settled))
     masks = []
     for i in range(12):

@@ -55,9 +55,7 @@ def scaled_dot_product_attention(
     if cache.config.queries == "key":
         return out
     cache.observe(mass)
-    # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
-    tied: list[mx.array] = mx.depends([out], list(mass))
-    return tied[0]
+    return cache.tied(out)[0]
 
 
 def _on_cpu() -> bool:

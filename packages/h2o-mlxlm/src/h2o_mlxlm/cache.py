@@ -4,6 +4,7 @@ No arithmetic of its own: who stays is core's to say, rotation is rope's, attent
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from h2o_core import H2OConfig, H2OState
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.counts import Count
+from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
 from h2o_mlxlm.slots import Slots
@@ -57,6 +59,7 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         self.config = config
         self.scale = scale
         self.backend = backend_of(backend) if isinstance(backend, str) else backend
+        self.ledger, self.layer = Ledger(), 0  # until caches of one model come to share one
         self.rotation = None if config.positions == "original" else rotation
         holding, rolling = not config.evict_during_prefill, config.positions == "rolling"
         self._begin((Count(holding=holding, rolling=rolling),))
@@ -143,3 +146,10 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
             f"an H2O cache can't be quantised (asked for kv_bits={bits}): leave kv_bits out, "
             "or lower budget to save memory"
         )
+
+
+def share(caches: Iterable[H2OKVCache]) -> None:
+    """Let the caches of one model's layers keep their scores in one go; see ``Ledger``."""
+    ledger = Ledger()
+    for layer, cache in enumerate(caches):
+        cache.ledger, cache.layer = ledger, layer

@@ -12,8 +12,9 @@ from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, called
+from h2o_mlxlm.ledger import Ledger, Step
 from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
-from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, rows_at, scored, turned, written
+from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, rows_at, scored, written
 from h2o_rope import Rotation
 
 
@@ -29,6 +30,8 @@ class Calls(Batch):
     scale: float | None
     rotation: Rotation | None
     backend: Backend
+    ledger: Ledger
+    layer: int
 
     def _begin(self, counts: Counts) -> None:
         """Have seen nothing yet."""
@@ -69,7 +72,8 @@ class Calls(Batch):
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values) if self._slots is None else self._slots
         if mass is not None:
-            self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
+            state, where = self.ledger.turn(self.layer, Step(self.config, slots.state, mass.total))
+            self._slots, self._mass = replaced(slots, state, where, keys, values), None
         elif n == 1:
             lengths = lengths_of(call.lengths)
             self._slots = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
@@ -80,10 +84,10 @@ class Calls(Batch):
         self._count(call.after)
         shown = self.keys_and_values()
         if self.config.queries == "key":
-            mass = self._key_mass(keys, shown[0])
-            self.observe(mass)
-            # No attention of ours follows to tie the mass to.
-            shown = tuple(mx.depends(list(shown), list(mass)))
+            self.observe(self._key_mass(keys, shown[0]))
+            # No attention of ours follows.
+            keys, values = self.tied(*shown)
+            return keys, values
         return shown
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -92,15 +96,13 @@ class Calls(Batch):
         shown = self.size() if call is None else call.most + call.n_tokens
         if call is None:
             slots = packed(slots, shown)
-        keys, values, state = slots
+        keys, values, _ = slots
         rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
         if self.rotation is not None and any(rolling):
             places = self._places(slots, call, shown)
             keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown), keys)
-        if not self._whole:
+        if not self._whole and shown < capacity(slots):
             keys, values = keys[:, :, :shown], values[:, :, :shown]
-        # Decode evaluates logits alone: tie the state to them, or it piles up as a graph.
-        keys, values = mx.depends([keys, values], list(state))
         return keys, values
 
     def view(self) -> tuple[mx.array | Literal["causal"] | None, mx.array | None]:
@@ -134,9 +136,17 @@ class Calls(Batch):
         )
         self._slots, self._open, self._whole = slots._replace(state=state), 0, False
         self._free = victim if all(call.over) else None
-        # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
-        tied: list[mx.array] = mx.depends([out], [*state, victim])
-        return tied[0]
+        return self.tied(out)[0]
+
+    def tied(self, *outputs: mx.array) -> list[mx.array]:
+        """Make the outputs of a call bring its scores with them.
+
+        Decode evaluates logits alone: what is not tied to them piles up as a graph, or is left over for another thread,
+        which can't evaluate it.
+        """
+        books = [x for x in (*(self._mass or ()), *self._live().state, self._free) if x is not None]
+        tied: list[mx.array] = mx.depends(list(outputs), books)
+        return tied
 
     def observe(self, mass: Mass) -> None:
         """Take the mass that the open call's attention gave to each row it attended to.
@@ -150,6 +160,8 @@ class Calls(Batch):
         if not self._open:
             raise_ended()
         self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
+        if self._in_steady_decode():
+            self.ledger.leave(self.layer, Step(self.config, self._live().state, self._mass.total))
 
     def _end_call(self) -> None:
         """Score what the open call attended to and let the lowest go."""

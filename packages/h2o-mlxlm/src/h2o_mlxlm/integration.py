@@ -14,7 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_rope import Rotation, rotation_of
 
 # Models that take a row's place in the cache for its position, with any configuration.
@@ -78,10 +78,12 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     if len(own) < len(model.layers):
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
-    return [
+    caches = [
         _cache_for(model, layer, config, chosen) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
+    share(c for c in caches if isinstance(c, H2OKVCache))
+    return caches
 
 
 def install(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
+from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take
 from h2o_mlxlm.backend import Backend
 
 STEP = 256
@@ -72,27 +72,13 @@ def written(
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = widened(slots, n_rows + more)
     state, where = _admitted(slots.state, free) if lengths is None else admit(slots.state, 1, lengths)
+    return replaced(slots, state, where, keys, values)
+
+
+def replaced(slots: Slots, state: H2OState, where: mx.array, keys: mx.array, values: mx.array) -> Slots:
+    """Put one token's rows [B, H, 1, D] where a row has gone, as the state says already."""
+    where = where[..., None]
     return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
-
-
-def turned(config: H2OConfig, slots: Slots, mass: Mass, keys: mx.array, values: mx.array) -> Slots:
-    """End a call of one token over the budget and put the next token's rows where a row has gone, by the reference.
-
-    What ``scored`` and ``written`` do, with their small operations compiled into one function: starting them
-    would be most of their cost.
-    """
-    state, where = _turn(config)(slots.state, mass)
-    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
-
-
-@lru_cache(maxsize=32)
-def _turn(config: H2OConfig) -> Callable[[H2OState, Mass], tuple[H2OState, mx.array]]:
-    def turn(state: H2OState, mass: Mass) -> tuple[H2OState, mx.array]:
-        state = observe(config, state, mass, 1)
-        # The new row takes the victim's slot as it is: it need not be emptied first.
-        return admit(state, 1, slots=victims(config, state))
-
-    return mx.compile(turn)
 
 
 @mx.compile
@@ -188,4 +174,4 @@ def widened(slots: Slots, width: int) -> Slots:
 
 
 def _put(x: mx.array, where: mx.array, row: mx.array) -> mx.array:
-    return mx.put_along_axis(x, mx.broadcast_to(where[..., None], row.shape), row, axis=2)
+    return mx.put_along_axis(x, mx.broadcast_to(where, row.shape), row, axis=2)

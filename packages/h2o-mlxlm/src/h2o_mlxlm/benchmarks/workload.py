@@ -89,14 +89,29 @@ def prefill(model: Any, caches: list[Any], tokens: "mx.array", chunk: int) -> "m
 
 
 def decode(model: Any, caches: list[Any], token: "mx.array") -> "mx.array":
-    """Run one token [B, 1] of each sequence and wait for the next.
+    """Run one token [B, 1] of each sequence and wait for the next, which is the likeliest."""
+    import mlx.core as mx
 
-    ``generate_step`` builds the next step's graph while this one runs; here each step is waited for, so the time
-    of a step is its own.
-    """
+    following = _likeliest(model, caches, token)
+    mx.eval(following)
+    return following
+
+
+def generate(model: Any, caches: list[Any], n_tokens: int, token: "mx.array") -> None:
+    """Run ``n_tokens`` as ``generate_step`` does: the graph of the next is built while one is computed."""
+    import mlx.core as mx
+
+    following = _likeliest(model, caches, token)
+    mx.async_eval(following)
+    for _ in range(n_tokens - 1):
+        token, following = following, _likeliest(model, caches, following)
+        mx.async_eval(following)
+        mx.eval(token)
+    mx.eval(following)
+
+
+def _likeliest(model: Any, caches: list[Any], token: "mx.array") -> "mx.array":
     import mlx.core as mx
 
     logits = model(token, cache=caches)[:, -1]
-    following = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1, keepdims=True)
-    mx.eval(following)
-    return following
+    return mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1, keepdims=True)
