@@ -1,7 +1,8 @@
 """The steps of h2o-core and h2o-rope that are worth a kernel: a kernel on Metal and on CUDA, else the reference.
 
-Each name here decides at each call, by ``on_metal`` and ``on_cuda``. Whoever wants the kernels or an error takes them from
-``h2o_metal.attention``, ``eviction`` and ``rotation``; whoever wants the reference takes h2o_core's and h2o_rope's.
+Each name here decides at each call, by ``on_metal`` and ``on_cuda``. Whoever wants the kernels or an error takes them
+from ``h2o_metal.attention``, ``eviction`` and ``rotation``; whoever wants the reference takes h2o_core's and
+h2o_rope's.
 """
 
 from collections.abc import Callable

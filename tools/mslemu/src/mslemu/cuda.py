@@ -21,7 +21,8 @@ _HEADERS = {
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 using int8_t = signed char; using int16_t = short; using int32_t = int; using int64_t = long;
-using uint8_t = unsigned char; using uint16_t = unsigned short; using uint32_t = unsigned; using uint64_t = unsigned long;
+using uint8_t = unsigned char; using uint16_t = unsigned short; using uint32_t = unsigned int;
+using uint64_t = unsigned long;
 namespace mlx::core::cu {
 template <typename T>
 struct Sizes {  // cuda::std::array<T, 10>
