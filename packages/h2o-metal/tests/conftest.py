@@ -1,6 +1,6 @@
-"""Where kernels run: on Metal where there is one, and on the emulator everywhere. Neither is ever skipped.
+"""Where kernels run: on Metal or CUDA where mlx has it, and on the emulator everywhere. None is ever skipped.
 
-For CUDA they are compiled to PTX, and not run.
+Everywhere on Linux they are compiled for CUDA as well, to PTX, and not run.
 """
 
 import sys
@@ -15,8 +15,8 @@ from h2o_core.conformance import TOLERANCE
 
 # NVIDIA's compiler comes as a wheel for Linux; for macOS there is none.
 collect_ignore = [] if sys.platform == "linux" else ["test_ptx.py"]
-BACKENDS = ["metal", "emulator"] if mx.metal.is_available() else ["emulator"]
-BUILDERS = {"metal": None, "emulator": mslemu.metal_kernel}
+BACKENDS = [name for name in ("metal", "cuda") if getattr(mx, name).is_available()] + ["emulator"]
+BUILDERS = {"metal": None, "cuda": None, "emulator": mslemu.metal_kernel}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -29,7 +29,7 @@ def backend(request):
 
 @pytest.fixture(params=["emulator"])
 def emulator(request, monkeypatch):
-    """For tests of what Metal itself does not report. Call it with a function that changes a kernel's definition."""
+    """For tests of what a GPU does not report. Call it with a function that changes a kernel's definition."""
 
     def put(change=lambda definition: definition):
         monkeypatch.setattr(

@@ -44,6 +44,13 @@ def test_every_file_is_in_some_kernel_and_each_kernel_is_launched(backend, helpe
     assert set(ran) == set(kernel.TEXTS)
 
 
+def test_each_text_that_touches_memory_says_how_many_bytes():
+    only_names_things = {"threads", "chunk", "ranked_state"}
+    for text in kernel.TEXTS.values():
+        for name in set(text.body) - only_names_things:
+            assert "\n// Bytes" in kernel._file(name) or " Bytes of a head:" in kernel._file(name)
+
+
 def test_mlx_writes_the_same_text_and_metal_can_bind_it(emulator, helpers, monkeypatch):
     """MLX generates the function around each text on any machine. Metal binds at most 31 buffers."""
     seen = {}
