@@ -1,4 +1,9 @@
-"""Where kernels run: on Metal where there is one, and on the emulator everywhere. Neither is ever skipped."""
+"""Where kernels run: on Metal or CUDA where mlx has it, and on the emulator everywhere. None is ever skipped.
+
+Everywhere on Linux they are compiled for CUDA as well, to PTX, and not run.
+"""
+
+import sys
 
 import mlx.core as mx
 import pytest
@@ -8,8 +13,10 @@ import mslemu
 from h2o_core import H2OState
 from h2o_core.conformance import TOLERANCE
 
-BACKENDS = ["metal", "emulator"] if mx.metal.is_available() else ["emulator"]
-BUILDERS = {"metal": None, "emulator": mslemu.metal_kernel}
+# NVIDIA's compiler comes as a wheel for Linux; for macOS there is none.
+collect_ignore = [] if sys.platform == "linux" else ["test_ptx.py"]
+BACKENDS = [name for name in ("metal", "cuda") if getattr(mx, name).is_available()] + ["emulator"]
+BUILDERS = {"metal": None, "cuda": None, "emulator": mslemu.metal_kernel}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -22,7 +29,7 @@ def backend(request):
 
 @pytest.fixture(params=["emulator"])
 def emulator(request, monkeypatch):
-    """For tests of what Metal itself does not report. Call it with a function that changes a kernel's definition."""
+    """For tests of what a GPU does not report. Call it with a function that changes a kernel's definition."""
 
     def put(change=lambda definition: definition):
         monkeypatch.setattr(
@@ -31,6 +38,19 @@ def emulator(request, monkeypatch):
 
     put()
     return put
+
+
+@pytest.fixture(params=["ptx"])
+def ptx(request, monkeypatch):
+    """Kernels are taken as on a machine with CUDA, compiled, and give zeros. Collects their PTX."""
+    monkeypatch.setattr(h2o_metal.kernel, "builder", None)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", mslemu.cuda_kernel)
+    h2o_metal.kernel._built.cache_clear()  # what was built before, and what is built here, is of another mlx
+    with mslemu.compiled() as made:
+        yield made
+    h2o_metal.kernel._built.cache_clear()
 
 
 def normal(seed, *shape, dtype=mx.float32):

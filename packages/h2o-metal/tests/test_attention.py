@@ -107,6 +107,15 @@ def test_any_chunk(backend, helpers, dtype, sizes, n_queries, old, kind, decay, 
     assert_same(helpers, q, k, v, 0.35, decay, mask, lengths, sinks, tolerance=CHUNK_TOLERANCE)
 
 
+@pytest.mark.parametrize("n_real", [0, 1])
+def test_a_chunk_of_one_query(backend, helpers, n_real):
+    q, k, v = arrays(helpers, 5, 1, 2, 2, 1, 1, 64, 64, mx.float32)
+    lengths = mx.array([n_real], mx.int32)
+    with kernel.launches() as ran:
+        assert_same(helpers, q, k, v, 0.125, 0.9, "causal", lengths)
+    assert ran == ["h2o_softmax_rows", "h2o_column_mass"]
+
+
 def test_padding_as_an_adapter_shows_it(backend, helpers):
     config = h2o_core.H2OConfig(budget=90, decay=0.9)
     state, _ = h2o_core.admit(h2o_core.init(3, 2), 40)

@@ -139,6 +139,15 @@ def test_selection_is_exactly_the_reference_s(
         assert all(mx.array_equal(x, y, equal_nan=True) for x, y in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("n_slots", SLOTS)
+def test_selection_of_any_size(backend, helpers, n_slots):
+    """Sizes at which a SIMD-group, a threadgroup and a thread's share end, with ties."""
+    config = H2OConfig(budget=n_slots // 2 + 1, n_sink=0, grace=0, long_share=0.4)
+    state = helpers.random_state(n_slots, 1, 2, n_slots, distinct=3)
+    assert mx.array_equal(eviction.victims(config, state), h2o_core.victims(config, state))
+    assert mx.array_equal(eviction.evict(config, state)[1], h2o_core.evict(config, state)[1])
+
+
 @pytest.mark.parametrize("values", [[-0.0, 0.0, 0.0, -0.0], [-1.0, 1e-45, -1e-45, 3e38], [0.5] * 4])
 def test_numbers_order_as_the_reference_orders_them(backend, values):
     row = mx.array([[values]], mx.float32)

@@ -1,5 +1,7 @@
 """Each barrier is needed, and each rule is tested: a kernel without it, or with another, is found out."""
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -111,6 +113,12 @@ BARRIERS = [
     for part, text in zip(("header", "source"), kernel.text(name), strict=True)
     for i in range(len(mslemu.barriers(text)))
 ]
+
+
+def test_no_kernel_and_no_barrier_is_left_out():
+    assert set(RUNS) == set(kernel.TEXTS)
+    words = re.compile(r"^(?!\s*//).*_barrier\(", re.MULTILINE)
+    assert len(BARRIERS) == sum(len(words.findall(part)) for name in RUNS for part in kernel.text(name))
 
 
 def run(helpers, monkeypatch, name):

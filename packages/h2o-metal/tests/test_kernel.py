@@ -1,4 +1,4 @@
-"""How kernels are made: text as package data, built once, counted, with an error where there is no Metal."""
+"""How kernels are made: text as package data, built once, counted, an error without Metal and CUDA."""
 
 import importlib.resources
 import re
@@ -44,6 +44,13 @@ def test_every_file_is_in_some_kernel_and_each_kernel_is_launched(backend, helpe
     assert set(ran) == set(kernel.TEXTS)
 
 
+def test_each_text_that_touches_memory_says_how_many_bytes():
+    only_names_things = {"threads", "chunk", "ranked_state"}
+    for text in kernel.TEXTS.values():
+        for name in set(text.body) - only_names_things:
+            assert "\n// Bytes" in kernel._file(name) or " Bytes of a head:" in kernel._file(name)
+
+
 def test_mlx_writes_the_same_text_and_metal_can_bind_it(emulator, helpers, monkeypatch):
     """MLX generates the function around each text on any machine. Metal binds at most 31 buffers."""
     seen = {}
@@ -84,25 +91,62 @@ def test_mlx_itself_takes_every_call_in_a_trace(helpers, monkeypatch, tmp_path):
         mx.export_function(str(tmp_path / f"{whole}.mlxfn"), step, *state, *rows, helpers.normal(4, 2))
 
 
-def test_without_metal_there_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr(kernel, "builder", None)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"need Metal.*call h2o_metal\.attend and its kin.*or h2o_core itself"):
+@pytest.fixture
+def machine(monkeypatch):
+    """Call it with the back ends that mlx has; each builds kernels on the emulator. Returns what they have built."""
+    made = []
+
+    def builder(which):
+        def build(name, input_names, output_names, source, header, ensure_row_contiguous):
+            made.append((which, name))
+            metals = kernel.text(name)[0]  # without the words for CUDA, which the emulator needs not
+            return mslemu.metal_kernel(name, input_names, output_names, source, metals, ensure_row_contiguous)
+
+        return build
+
+    def put(*there):
+        monkeypatch.setattr(kernel, "builder", None)
+        for which in ("metal", "cuda"):
+            monkeypatch.setattr(getattr(mx, which), "is_available", lambda which=which: which in there)
+            monkeypatch.setattr(mx.fast, f"{which}_kernel", builder(which))
+        return made
+
+    kernel._built.cache_clear()
+    yield put
+    kernel._built.cache_clear()
+
+
+def test_without_metal_and_cuda_there_is_an_error_that_says_so(machine):
+    machine()
+    with pytest.raises(
+        RuntimeError, match=r"need Metal or CUDA.*call h2o_metal\.attend and its kin.*or h2o_core itself"
+    ):
         eviction.victims(CONFIG, init(1, 1, capacity=2))
 
 
-def test_with_metal_mlx_builds_the_kernel(monkeypatch):
-    made = []
-
-    def build(**definition):
-        made.append(definition)
-        return mslemu.metal_kernel(**definition)
-
-    monkeypatch.setattr(kernel, "builder", None)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx.fast, "metal_kernel", build)
+@pytest.mark.parametrize("which", ["metal", "cuda"])
+def test_mlx_builds_the_kernel_where_it_has_a_back_end(machine, which):
+    made = machine(which)
     eviction.victims(CONFIG, init(1, 1, capacity=2))
-    assert [definition["name"] for definition in made] == ["h2o_victims"]
+    assert made == [(which, "h2o_victims")]
+
+
+@pytest.mark.parametrize(("which", "other"), [("metal", "cuda"), ("cuda", "metal")])
+def test_a_back_end_that_is_required_is_there_or_an_error(machine, monkeypatch, which, other):
+    machine(which)
+    kernel.require(which)
+    with pytest.raises(RuntimeError, match=rf"^kernels on '{other}' were asked for, which mlx does not find on this"):
+        kernel.require(other)
+    machine()
+    with pytest.raises(RuntimeError, match=r"call h2o_metal\.attend and its kin, which take what there is$"):
+        kernel.require(which)
+    monkeypatch.setattr(kernel, "builder", mslemu.metal_kernel)
+    kernel.require(which)
+
+
+def test_a_back_end_of_no_known_name_is_refused():
+    with pytest.raises(ValueError, match=r"kernels run on 'metal' or 'cuda', got 'fast'"):
+        kernel.require("fast")
 
 
 def test_a_kernel_is_built_once_by_any_number_of_threads(monkeypatch):

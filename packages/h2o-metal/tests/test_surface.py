@@ -13,7 +13,7 @@ import h2o_rope
 from h2o_metal import kernel
 
 MODULES = {"attend": "attention", "rotate": "rotation", "derotate": "rotation", "rerotate": "rotation"}
-NAMES = [name for name in h2o_metal.__all__ if name != "on_metal"]
+NAMES = [name for name in h2o_metal.__all__ if not name.startswith("on_")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,21 +43,20 @@ def call_each(helpers):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_metal_is_the_kernel_is_taken_and_elsewhere_not(backend, helpers, monkeypatch, name):
+def test_where_metal_or_cuda_is_the_kernel_is_taken_and_elsewhere_not(backend, helpers, monkeypatch, name):
     args = call_each(helpers)[name]
-    monkeypatch.setattr(h2o_metal, "on_metal", lambda: False)
-    with kernel.launches() as ran:
-        getattr(h2o_metal, name)(*args)
-    assert not ran
-    monkeypatch.setattr(h2o_metal, "on_metal", lambda: True)
-    with kernel.launches() as ran:
-        getattr(h2o_metal, name)(*args)
-    assert len(ran) == 1
+    for metal, cuda in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr(h2o_metal, "on_metal", lambda there=metal: there)
+        monkeypatch.setattr(h2o_metal, "on_cuda", lambda there=cuda: there)
+        with kernel.launches() as ran:
+            getattr(h2o_metal, name)(*args)
+        assert len(ran) == (metal or cuda)
 
 
+@pytest.mark.parametrize("which", ["metal", "cuda"])
 @pytest.mark.parametrize("available", [False, True])
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
-def test_metal_must_be_there_and_be_where_work_goes(monkeypatch, available, device):
-    monkeypatch.setattr(mx.metal, "is_available", lambda: available)
+def test_a_back_end_must_be_there_and_be_where_work_goes(monkeypatch, which, available, device):
+    monkeypatch.setattr(getattr(mx, which), "is_available", lambda: available)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
-    assert h2o_metal.on_metal() is (available and device == mx.gpu)
+    assert getattr(h2o_metal, f"on_{which}")() is (available and device == mx.gpu)

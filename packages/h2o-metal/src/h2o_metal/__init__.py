@@ -1,7 +1,8 @@
-"""The steps of h2o-core and h2o-rope that are worth a kernel: a kernel where there is Metal, else the reference.
+"""The steps of h2o-core and h2o-rope that are worth a kernel: a kernel on Metal and on CUDA, else the reference.
 
-Each name here decides at each call, by ``on_metal``. Whoever wants the kernels or an error takes them from
-``h2o_metal.attention``, ``eviction`` and ``rotation``; whoever wants the reference takes h2o_core's and h2o_rope's.
+Each name here decides at each call, by ``on_metal`` and ``on_cuda``. Whoever wants the kernels or an error takes them
+from ``h2o_metal.attention``, ``eviction`` and ``rotation``; whoever wants the reference takes h2o_core's and
+h2o_rope's.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ __all__ = [
     "decode_step",
     "derotate",
     "evict",
+    "on_cuda",
     "on_metal",
     "rerotate",
     "rotate",
@@ -35,10 +37,15 @@ def on_metal() -> bool:
     return mx.metal.is_available() and bool(mx.default_device() == mx.gpu)
 
 
+def on_cuda() -> bool:
+    """Say whether mlx has CUDA and puts new work there; see ``on_metal``."""
+    return mx.cuda.is_available() and bool(mx.default_device() == mx.gpu)
+
+
 def _either(kernel: Callable[P, R], reference: Callable[P, R]) -> Callable[P, R]:
     @wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (kernel if on_metal() else reference)(*args, **kwargs)
+        return (kernel if on_metal() or on_cuda() else reference)(*args, **kwargs)
 
     return call
 

@@ -57,7 +57,7 @@ def attend(
         The output in v's dtype, and the mass in float32.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
     """
     if q.shape[2] == 1 and lengths is None and fits(q, k, v):
         return _attend_one(q, k, v, scale, None if isinstance(mask, str) else mask, sinks)

@@ -40,7 +40,7 @@ def decode_step(
         the heads that held more than ``budget`` tokens.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
     """
     if not fits(q, k, v):
         return _in_steps(config, state, q, k, v, scale, sinks)
@@ -78,7 +78,7 @@ def victims(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H 1"]:
         The slot of the victim.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
     """
     batch, n_heads, _ = state.positions.shape
     outputs = {"victim": ((batch, n_heads, 1), mx.uint32)}
@@ -92,7 +92,7 @@ def survivors(config: H2OConfig, state: H2OState) -> Integer[mx.array, "B H K"]:
         Slots, those that hold a token first and in slot order.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
     """
     return evict(config, state)[1]
 
@@ -105,7 +105,7 @@ def evict(config: H2OConfig, state: H2OState) -> tuple[H2OState, Integer[mx.arra
         the caller gathers keys and values by them and puts a row of zeros behind.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
     """
     batch, n_heads, n_slots = state.positions.shape
     shape = (batch, n_heads, config.budget + 1)

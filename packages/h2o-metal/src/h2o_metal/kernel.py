@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from h2o_metal.cuda import cuda_kernel
+
 THREADS = 256
 """Threads of every threadgroup, except where a launch says otherwise."""
 
@@ -44,8 +46,8 @@ TEXTS = {
 _STRIDED = {name for name in TEXTS if name not in ("h2o_victims", "h2o_evict", "h2o_rotate")}
 
 builder: Callable[..., Any] | None = None
-"""Makes a kernel, with the signature of ``mx.fast.metal_kernel``; None is mlx's own. For tests, which put an
-emulator here."""
+"""Makes a kernel, with the signature of ``mx.fast.metal_kernel``; None is mlx's own, for Metal or for CUDA, whichever
+mlx has. For tests, which put an emulator here."""
 
 _building = Lock()
 _counters: list[list[str]] = []
@@ -73,10 +75,10 @@ def launch(
         The outputs, in their order.
 
     Raises:
-        RuntimeError: There is no Metal here, and no builder has been put in its place.
+        RuntimeError: There is neither Metal nor CUDA here, and no builder has been put in their place.
     """
     with _building:
-        kernel = _built(builder or _metal(), name, tuple(inputs), tuple(outputs))
+        kernel = _built(builder or _builder_here(), name, tuple(inputs), tuple(outputs))
     for counter in _counters:
         counter.append(name)
     made: list[mx.array] = kernel(
@@ -88,6 +90,28 @@ def launch(
         output_dtypes=[dtype for _, dtype in outputs.values()],
     )
     return made
+
+
+def require(backend: str) -> None:
+    """Make sure that kernels run on the back end of this name.
+
+    mlx has one of them at most, so that to require one is to choose it. A ``builder`` stands for either.
+
+    Args:
+        backend: "metal" or "cuda".
+
+    Raises:
+        ValueError: There is no back end of this name.
+        RuntimeError: mlx has none of this name on this machine.
+    """
+    there = {"metal": mx.metal.is_available, "cuda": mx.cuda.is_available}
+    if backend not in there:
+        raise ValueError(f"kernels run on {' or '.join(map(repr, there))}, got {backend!r}")
+    if builder is None and not there[backend]():
+        raise RuntimeError(
+            f"kernels on {backend!r} were asked for, which mlx does not find on this machine: install mlx for it, or "
+            f"call h2o_metal.attend and its kin, which take what there is"
+        )
 
 
 @contextmanager
@@ -126,10 +150,12 @@ def _built(build: Callable[..., Any], name: str, inputs: tuple[str, ...], output
     )
 
 
-def _metal() -> Callable[..., Any]:
-    if not mx.metal.is_available():
-        raise RuntimeError(
-            "kernels of h2o_metal need Metal, which mlx does not find on this machine: call h2o_metal.attend and its "
-            "kin, which take h2o_core's functions where there is none, or h2o_core itself"
-        )
-    return mx.fast.metal_kernel
+def _builder_here() -> Callable[..., Any]:
+    if mx.metal.is_available():
+        return mx.fast.metal_kernel
+    if mx.cuda.is_available():
+        return cuda_kernel
+    raise RuntimeError(
+        "kernels of h2o_metal need Metal or CUDA, and mlx finds neither on this machine: call h2o_metal.attend and its "
+        "kin, which take h2o_core's functions where there is none, or h2o_core itself"
+    )

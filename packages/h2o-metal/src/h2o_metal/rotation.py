@@ -31,7 +31,7 @@ def rotate(
         Rotated rows in x's dtype.
 
     Raises:
-        RuntimeError: There is no Metal here.
+        RuntimeError: There is neither Metal nor CUDA here.
         TypeError: Positions are not integers, or ``rope`` is neither a module nor a rotation.
         ValueError: Positions don't broadcast to the rows, or the rows are narrower than the rotation.
     """

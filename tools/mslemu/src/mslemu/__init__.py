@@ -3,8 +3,11 @@
 `metal_kernel` stands in for ``mx.fast.metal_kernel``. It compiles the unchanged text with g++ or clang++ against a
 stand-in for Metal's standard library, runs its threads as fibers in SIMD-groups of 32, and raises `MslError` with the
 kernel's line at what Metal leaves undefined. It says nothing about speed, and it is not Apple's compiler.
+
+`cuda_kernel` stands in for ``mx.fast.cuda_kernel``, and only compiles: NVIDIA's compiler makes PTX, nothing runs.
 """
 
+from mslemu.cuda import compiled, cuda_kernel
 from mslemu.errors import Fault, MslError
 from mslemu.kernel import launches, metal_kernel
 from mslemu.launch import Launch
@@ -18,6 +21,8 @@ __all__ = [
     "Launch",
     "MslError",
     "barriers",
+    "compiled",
+    "cuda_kernel",
     "launches",
     "metal_kernel",
     "mlx_text",

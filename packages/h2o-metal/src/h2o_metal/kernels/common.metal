@@ -6,8 +6,9 @@ struct Threads {
   uint index, count, lane, group, groups;
 };
 
-// Where element [b, h, c] of an array begins; strides are mlx's, in elements.
-inline long at(const constant int64_t* strides, uint b, uint h, uint c) {
+// Where element [b, h, c] of an array begins; strides are mlx's, in elements: a pointer on Metal, an array on CUDA.
+template <typename S>
+inline long at(S strides, uint b, uint h, uint c) {
   return long(b) * strides[0] + long(h) * strides[1] + long(c) * strides[2];
 }
 

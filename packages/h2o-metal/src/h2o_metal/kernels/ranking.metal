@@ -28,16 +28,16 @@ struct Rows {
   int last;  // the newest position that may go
   ulong long_term;  // rows that may go stay nevertheless from this key of their total on
 
-  bool held(uint c) const { return positions[c] >= 0; }
-  bool is_finite(uint c) const { return finite(scores[c]) && finite(totals[c]); }
-  bool may_go(uint c) const { return positions[c] >= n_sink && positions[c] <= last; }
+  inline bool held(uint c) const { return positions[c] >= 0; }
+  inline bool is_finite(uint c) const { return finite(scores[c]) && finite(totals[c]); }
+  inline bool may_go(uint c) const { return positions[c] >= n_sink && positions[c] <= last; }
 
   // 0 if the row doesn't compete for a long-term place.
-  ulong total_key(uint c) const {
+  inline ulong total_key(uint c) const {
     return held(c) && may_go(c) && is_finite(c) ? key(totals[c], positions[c]) : 0ul;
   }
   // The lowest goes first; 0 for an empty slot.
-  ulong rank(uint c) const {
+  inline ulong rank(uint c) const {
     if (!held(c)) return 0ul;
     const ulong total = total_key(c);
     const bool stays = !may_go(c) || (total != 0ul && total >= long_term);

@@ -1,4 +1,5 @@
 // victim [B, H, 1] uint32: the slot of lowest rank, 0 in a head that holds nothing.
+// Bytes of a head: must read 12·C, which rank.metal has counted, and write 4; reads them once more, from cache.
 //
 // A thread finds the lowest of its own slots, a SIMD-group that of its threads, in halves, for it reduces no 64-bit
 // numbers; then every thread looks through the SIMD-groups'.
