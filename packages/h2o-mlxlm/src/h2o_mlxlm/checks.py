@@ -1,6 +1,6 @@
 """What a call to a cache must not contradict, said once, at the door."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -56,3 +56,8 @@ def raise_ended() -> NoReturn:
         "attention was reported to an H2O cache whose call has ended: read its properties before or after "
         "a forward pass of the model, not during one"
     )
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Say whether this is a whole number in [least, most]; JSON's true is none."""
+    return type(value) is int and least <= value <= most
