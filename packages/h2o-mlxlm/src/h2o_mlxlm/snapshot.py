@@ -83,7 +83,7 @@ def snapshot_of(state: Any) -> Snapshot:
     """
     arrays: dict[str, Any] = dict(tree_flatten(state))
     about = _about(arrays.pop(ABOUT, None))
-    config, scale = _config(about["config"]), about["scale"]
+    config, scale = config_of(about["config"]), about["scale"]
     if scale is not None and not _is_number(scale):
         _refuse(f"scale={scale!r} is no number")
     rotation = _rotation(config, about["rotation"], arrays.pop(FREQUENCIES, None))
@@ -115,20 +115,21 @@ def parsed(text: Any, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _about(text: Any) -> dict[str, Any]:
-    about = parsed(text, ("config", "scale", "rotation", "counts", "batched", "to_come"))
-    if not isinstance(about["batched"], bool):
-        _refuse(f"batched must be true or false, got {about['batched']!r}")
-    return about
-
-
-def _config(values: Any) -> H2OConfig:
+def config_of(values: Any) -> H2OConfig:
+    """Make the configuration that ``asdict`` took apart, or raise a ``ValueError``."""
     if not isinstance(values, dict) or sorted(values) != sorted(f.name for f in fields(H2OConfig)):
         _refuse("its configuration has other fields than H2OConfig")
     try:
         return H2OConfig(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_LAW}: {error}") from error
+
+
+def _about(text: Any) -> dict[str, Any]:
+    about = parsed(text, ("config", "scale", "rotation", "counts", "batched", "to_come"))
+    if not isinstance(about["batched"], bool):
+        _refuse(f"batched must be true or false, got {about['batched']!r}")
+    return about
 
 
 def _rotation(config: H2OConfig, rest: Any, frequencies: Any) -> Rotation | None:
