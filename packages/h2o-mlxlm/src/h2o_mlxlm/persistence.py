@@ -197,7 +197,7 @@ def _has_rows(cache: KVCache | RotatingKVCache, new: KVCache | RotatingKVCache, 
     if cache.values.shape[:3] != cache.keys.shape[:3] or cache.keys.shape[0] != batch or cache.offset != seen:
         return False
     if isinstance(cache, KVCache):
-        return seen <= width
+        return bool(seen <= width)
     if (cache.keep, cache.max_size) != (new.keep, new.max_size):
         return False
     if seen <= width:
