@@ -16,7 +16,8 @@ from h2o_mlxlm.evaluation.methods import Variant, settings_of, variants
 from h2o_mlxlm.evaluation.passes import chooser, continued, sizes
 from h2o_mlxlm.evaluation.prompts import PROMPTS
 from h2o_mlxlm.evaluation.random_mass import RandomKVCache
-from h2o_mlxlm.evaluation.results import Rows, model_identity, table
+from h2o_mlxlm.evaluation.results import Rows, table
+from h2o_mlxlm.identity import model_identity
 
 SHAPE = loss.Shape(context=40, scored=20, batch=3, prefill_step_size=16)
 SMALL = "n_sink=2 grace=4"

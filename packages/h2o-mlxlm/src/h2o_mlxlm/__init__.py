@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory
     from h2o_mlxlm.integration import install, make_prompt_cache, uninstall
     from h2o_mlxlm.models import load
+    from h2o_mlxlm.persistence import load_prompt_cache, save_prompt_cache
 
 load_openblas()
 
@@ -27,7 +28,9 @@ _HOME = {
     "KVCacheFactory": "h2o_mlxlm.compat",
     "install": "h2o_mlxlm.integration",
     "load": "h2o_mlxlm.models",
+    "load_prompt_cache": "h2o_mlxlm.persistence",
     "make_prompt_cache": "h2o_mlxlm.integration",
+    "save_prompt_cache": "h2o_mlxlm.persistence",
     "scaled_dot_product_attention": "h2o_mlxlm.attention",
     "uninstall": "h2o_mlxlm.integration",
 }
@@ -40,7 +43,9 @@ __all__ = [
     "KVCacheFactory",
     "install",
     "load",
+    "load_prompt_cache",
     "make_prompt_cache",
+    "save_prompt_cache",
     "scaled_dot_product_attention",
     "uninstall",
 ]
@@ -49,4 +54,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # With any name, so that mlx_lm's load_prompt_cache knows our class from then on.
+    import_module("h2o_mlxlm.cache")
     return getattr(import_module(_HOME[name]), name)

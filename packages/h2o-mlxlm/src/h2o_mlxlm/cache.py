@@ -3,27 +3,25 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, attention is attention.py's.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import _BaseCache
 
-from h2o_core import H2OConfig, H2OState
+from h2o_core import H2OConfig
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
-from h2o_mlxlm.slots import Slots
+from h2o_mlxlm.snapshot import Snapshot, snapshot_of, state_of
 from h2o_rope import Rotation
 
 
-class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
+class H2OKVCache(Calls, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     """Keep at most ``budget`` tokens per KV head: one layer's cache.
 
     Its sequences have equal lengths, until mlx_lm batches it (see ``Batch``). How a call goes, see ``Calls``.
@@ -102,32 +100,19 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         self._slots = self._live()._replace(values=value)
 
     @property
-    def state(self) -> tuple[Any, ...]:
-        """Everything that must be evaluated or saved, as arrays, None and one JSON string."""
+    def state(self) -> dict[str, Any]:
+        """Everything that must be evaluated or saved, by name: arrays, and one JSON string."""
         self._end_call()
-        frequencies = None if self.rotation is None else self.rotation.frequencies
-        scalars = {
-            "config": asdict(self.config),
-            "scale": self.scale,
-            "rotation": None if self.rotation is None else list(self.rotation[1:]),
-            "counts": self._counts,
-            "batched": self._batched,
-            "to_come": self._to_come,
-        }
-        slots = self._slots
-        arrays = [None] * 6 if slots is None else [slots.keys, slots.values, *slots.state]
-        return (*arrays, frequencies, json.dumps(scalars))
+        slots, counts = self._slots, self._counts
+        return state_of(Snapshot(self.config, self.scale, self.rotation, slots, counts, self._batched, self._to_come))
 
     @state.setter
-    def state(self, value: tuple[Any, ...]) -> None:
-        keys, values, *books, frequencies, text = value
-        scalars = json.loads(text)
-        rotation = None if frequencies is None else Rotation(frequencies, *scalars["rotation"])
-        H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
-        self._slots = None if keys is None else Slots(keys, values, H2OState(*books))
-        self._batched, to_come = scalars["batched"], scalars["to_come"]
-        self._to_come = None if to_come is None else tuple(to_come)
-        self._count(tuple(Count(*count) for count in scalars["counts"]))
+    def state(self, value: dict[str, Any]) -> None:
+        made = snapshot_of(value)
+        # One that was made for a model keeps its back end; mlx_lm's ``from_state`` makes one of nothing.
+        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, getattr(self, "backend", "auto"))
+        self._slots, self._batched, self._to_come = made.slots, made.batched, made.to_come
+        self._count(made.counts)
 
     def is_trimmable(self) -> bool:
         """Say no: what has been evicted can't come back."""
@@ -153,3 +138,7 @@ def share(caches: Iterable[H2OKVCache]) -> None:
     ledger = Ledger()
     for layer, cache in enumerate(caches):
         cache.ledger, cache.layer = ledger, layer
+
+
+# mlx_lm's load_prompt_cache finds classes by name in its own module.
+mlx_lm_cache.H2OKVCache = H2OKVCache

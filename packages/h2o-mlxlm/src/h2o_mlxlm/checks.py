@@ -1,6 +1,6 @@
 """What a call to a cache must not contradict, said once, at the door."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -57,3 +57,8 @@ def raise_ended() -> NoReturn:
         "a forward pass of the model, not during one; if a layer attends twice to one cache, make the cache with "
         "make_prompt_cache, which sees that"
     )
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Say whether this is a whole number in [least, most]; JSON's true is none."""
+    return type(value) is int and least <= value <= most

@@ -198,7 +198,7 @@ def _rows(args: argparse.Namespace, kind: Any) -> Any:
 
 def _circumstances(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     from h2o_mlxlm.circumstances import circumstances
-    from h2o_mlxlm.evaluation.results import model_identity
+    from h2o_mlxlm.identity import model_identity
 
     asked = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     packages = ("mlx", "mlx-lm", "h2o-core", "h2o-mlxlm")

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from h2o_core import H2OConfig
@@ -15,7 +16,6 @@ REFUSED = {
     "--quantized-kv-start": "rows are stored as the model makes them; lower --budget to save memory",
     "--draft-model": "evicted rows can't be rewound",
     "--num-draft-tokens": "evicted rows can't be rewound",
-    "--prompt-cache-file": "saved caches hold no scores; send the prompt again",
     "--image": "prompts are text",
     "--quantize-activations": "weights are used as they are stored",
     "-qa": "weights are used as they are stored",
@@ -91,10 +91,24 @@ def budget(text: str) -> int | float:
     return float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
 
 
+class _Given(argparse.Action):
+    """Stores a value, or True without one, and that it was given: a saved cache has its own configuration."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+        namespace.given = {**getattr(namespace, "given", {}), self.dest: self.option_strings[0]}
+
+
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make an ``H2OConfig``."""
     d = H2OConfig()
-    add = parser.add_argument_group("cache").add_argument
+    add = partial(parser.add_argument_group("cache").add_argument, action=_Given)
     add(
         "--budget",
         type=budget,
@@ -124,7 +138,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--no-evict-during-prefill",
-        action="store_true",
+        nargs=0,
+        default=False,
         help="Hold the whole prompt until its last token",
     )
     add(
@@ -148,3 +163,31 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         trained_length=args.trained_length,
         evict_during_prefill=not args.no_evict_during_prefill,
     )
+
+
+def check_early(args: argparse.Namespace) -> None:
+    """Refuse flags that make no configuration or back end, as far as can be told without the model."""
+    from h2o_mlxlm.backend import backend_of
+
+    backend_of(args.backend)
+    if not isinstance(args.budget, float):
+        config_from(args, args.budget)
+
+
+def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> None:
+    """Refuse flags that were given and are not what a saved cache was made with.
+
+    Args:
+        args: The flags.
+        config: What it was made with.
+        tokens: The budget of the flags.
+    """
+    for name, flag in getattr(args, "given", {}).items():
+        field = name.removeprefix("no_")
+        asked = {"budget": tokens, "no_evict_during_prefill": False}.get(name, getattr(args, name))
+        made = getattr(config, field)
+        if asked != made:
+            raise ValueError(
+                f"{flag} asks for {field}={asked}, but {args.prompt_cache_file} was made with {field}={made}: leave "
+                f"{flag} out, or make the file anew"
+            )

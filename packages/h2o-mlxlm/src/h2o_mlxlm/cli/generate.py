@@ -2,14 +2,15 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from h2o_core import H2OConfig
 from h2o_core.config import MOST_TOKENS
 from h2o_mlxlm.cli import flags
 from h2o_mlxlm.cli.loading import loaded
+from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
 
 _INFINITY = float("inf")
 _BIG = 2**31 - 1
@@ -55,6 +56,7 @@ def add_to(commands: Any) -> None:
         default=2048,
         help="Prompt tokens a call (%(default)s)",
     )
+    add("--prompt-cache-file", help="File of cache-prompt: the prompt goes on where that one ended")
     add("--json", action="store_true", help="Print one JSON object and nothing else")
     flags.add_cache_flags(parser)
     flags.add_refused(parser)
@@ -63,13 +65,12 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
-    from h2o_mlxlm.backend import backend_of
-
-    if not isinstance(args.budget, float):
-        # Before the model is loaded, for that takes time.
-        flags.config_from(args, args.budget)
-    backend_of(args.backend)
-    text = _prompt_text(args)
+    # Before the model is loaded, for that takes time.
+    if args.prompt_cache_file is None:
+        flags.check_early(args)
+    else:
+        _check_file(args)
+    text = prompt_text(args.prompt)
     args.verbose = args.verbose and not args.json
     model, tokenizer = loaded(
         args.model,
@@ -79,10 +80,9 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
-    config = flags.config_from(args, tokens)
-    prompt = _encode(args, tokenizer, text)
-    report = _generate(args, model, tokenizer, prompt, config)
+    caches = _caches(args, model)
+    prompt = (whole if args.prompt_cache_file is None else rest)(args, tokenizer, text)
+    report = _generate(args, model, tokenizer, prompt, caches)
     if args.json:
         print(json.dumps(report))
     elif not args.verbose:
@@ -115,45 +115,32 @@ def tokens_in(model: Any, n_bytes: float) -> int:
     return tokens
 
 
-def _prompt_text(args: argparse.Namespace) -> str:
-    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    text = sys.stdin.read() if text == "-" else text
-    if not text.strip():
-        raise ValueError("the prompt is empty: pass --prompt TEXT, or '-' and text on standard input")
-    return str(text)
+def _check_file(args: argparse.Namespace) -> None:
+    if not Path(args.prompt_cache_file).is_file():
+        raise FileNotFoundError(f"--prompt-cache-file: there is no file {args.prompt_cache_file}")
+    if args.system_prompt is not None:
+        raise ValueError("--system-prompt can't be used with --prompt-cache-file: what is saved comes before it")
 
 
-def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
-    """The prompt as tokens, in the chat template unless told otherwise, as mlx_lm.generate does."""
-    templated = not args.ignore_chat_template and tokenizer.has_chat_template
-    if not templated and (args.system_prompt is not None or args.prefill_response is not None):
-        raise ValueError("--system-prompt and --prefill-response need a chat template, and none is used")
-    if templated:
-        messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-        messages.append({"role": "user", "content": text})
-        begun = args.prefill_response is not None
-        if begun:
-            messages.append({"role": "assistant", "content": args.prefill_response})
-        try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=begun,
-                add_generation_prompt=not begun,
-                **(args.chat_template_config or {}),
-            )
-        except Exception as error:
-            # A template is the model's own code, and refuses messages with errors of any kind.
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=not templated))
+def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
+    """Make fresh caches as the flags say, or take those of ``--prompt-cache-file``."""
+    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.integration import make_prompt_cache
+    from h2o_mlxlm.persistence import load_prompt_cache
+
+    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+    if args.prompt_cache_file is None:
+        return make_prompt_cache(model, flags.config_from(args, tokens), backend=args.backend)
+    caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
+    ours = next(c for c in caches if isinstance(c, H2OKVCache))
+    if not isinstance(ours.offset, int) or (ours.keys is not None and ours.keys.shape[0] > 1):
+        raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
+    flags.check_given(args, ours.config, tokens)
+    return caches
 
 
 def _generate(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], config: H2OConfig
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], caches: list[Any]
 ) -> dict[str, Any]:
     """Stream the text and say what it took."""
     import mlx.core as mx
@@ -161,7 +148,6 @@ def _generate(
     from mlx_lm.sample_utils import make_sampler
 
     from h2o_mlxlm.cache import H2OKVCache
-    from h2o_mlxlm.integration import make_prompt_cache
 
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -175,10 +161,9 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    caches = make_prompt_cache(model, config, backend=args.backend)
     pieces: list[str] = []
     response: Any = None
-    with _Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
+    with Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
         for response in stream_generate(
             model,
             tokenizer,
@@ -202,7 +187,7 @@ def _generate(
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
-        "config": asdict(config),
+        "config": asdict(ours[0].config),
     }
     if args.verbose:
         print(f"\n{_summary(report, response)}")
@@ -216,23 +201,3 @@ def _summary(report: dict[str, Any], response: Any) -> str:
         f"kept {report['kept_tokens']} per head, evicted {report['evictions']}; "
         f"cache {report['cache_bytes'] / 1e6:.2f} MB, full cache {report['full_cache_bytes'] / 1e6:.2f} MB"
     )
-
-
-class _Progress:
-    """A bar on standard error while a long prompt is read."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc="prompt", unit="token", disable=not show, leave=False)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()

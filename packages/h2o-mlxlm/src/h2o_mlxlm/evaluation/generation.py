@@ -11,8 +11,9 @@ import mlx.core as mx
 from h2o_mlxlm.evaluation.bootstrap import mean
 from h2o_mlxlm.evaluation.methods import Variant
 from h2o_mlxlm.evaluation.passes import chooser, continued, numbers, sizes
-from h2o_mlxlm.evaluation.results import Rows, identity, table
+from h2o_mlxlm.evaluation.results import Rows, table
 from h2o_mlxlm.evaluation.variety import collapses, distinct, least_variety, longest_run, loops
+from h2o_mlxlm.identity import identity
 
 COLUMNS = (
     *("run", "prompt", "method", "budget", "settings", "config", "seed", "label"),

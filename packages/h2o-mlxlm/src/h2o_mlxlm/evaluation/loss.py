@@ -13,7 +13,8 @@ import mlx.core as mx
 
 from h2o_mlxlm.evaluation.methods import FULL, Variant, method_of
 from h2o_mlxlm.evaluation.passes import log_probabilities, numbers, read_prompt, sizes
-from h2o_mlxlm.evaluation.results import Rows, identity
+from h2o_mlxlm.evaluation.results import Rows
+from h2o_mlxlm.identity import identity
 
 COLUMNS = (
     *("run", "text", "window", "method", "budget", "settings", "config", "seed", "label"),

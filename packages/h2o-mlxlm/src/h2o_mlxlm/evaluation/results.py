@@ -1,7 +1,6 @@
-"""Rows that survive an interruption, and what identifies a measurement."""
+"""Rows that survive an interruption, and how they are shown."""
 
 import csv
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -70,24 +69,6 @@ class Rows:
 def _written(value: Any) -> str:
     # One line a row, or a half-written row could not be told from a whole one.
     return f"{value:.7g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def identity(*parts: Any) -> str:
-    """Hash whatever makes two measurements comparable."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def model_identity(model: Any) -> str:
-    """Hash a model's arguments and one of its weights: the smallest matrix."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    args = getattr(model, "args", None)
-    weights: list[Any] = list(tree_flatten(model.parameters()))
-    matrices = [(w.size, name, w) for name, w in weights if w.ndim > 1]
-    _, name, weight = min(matrices, key=lambda m: m[:2])
-    content = hashlib.sha256(bytes(memoryview(weight.astype(mx.float32)))).hexdigest()
-    return identity(vars(args) if args is not None else type(model).__name__, name, str(weight.dtype), content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from h2o_mlxlm.evaluation.methods import FULL, Variant
 from h2o_mlxlm.evaluation.passes import chooser, continued, numbers, sizes
-from h2o_mlxlm.evaluation.results import Rows, identity, table
+from h2o_mlxlm.evaluation.results import Rows, table
+from h2o_mlxlm.identity import identity
 
 COLUMNS = (
     *("run", "form", "depth", "length", "trial", "method", "budget", "settings", "config", "seed", "label"),

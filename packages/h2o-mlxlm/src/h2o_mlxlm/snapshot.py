@@ -1,0 +1,259 @@
+"""A cache's state as mlx_lm saves it, and back: named arrays and one JSON string.
+
+What comes back may have come from anywhere, and mlx does not check indices: everything is checked before a
+cache takes it. Knows no file and no model; see ``persistence``.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple, NoReturn
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from h2o_core import H2OConfig, H2OState
+from h2o_core.config import MOST_TOKENS
+from h2o_mlxlm.checks import is_whole
+from h2o_mlxlm.counts import Count, Counts, outgrown
+from h2o_mlxlm.ragged import per_sequence
+from h2o_mlxlm.slots import Slots, capacity
+from h2o_rope import Rotation
+
+FORMAT = 1
+"""Of what is below. Another number for another meaning."""
+
+ABOUT = "about"
+"""The name of the JSON string: mlx_lm's save would turn 0.98 into a float32 and drop empty lists."""
+
+FREQUENCIES = "frequencies"
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+ARRAYS: dict[str, tuple[tuple[mx.Dtype, ...], str]] = {
+    "keys": (FLOATS, "BHCD"),
+    "values": (FLOATS, "BHCV"),
+    "scores": ((mx.float32,), "BHC"),
+    "totals": ((mx.float32,), "BHC"),
+    "positions": ((mx.int32,), "BHC"),
+    "seen": ((mx.int32,), "B"),
+}
+"""Every array of a cache that has seen something: dtypes, and axes, of which equal letters have equal lengths."""
+
+
+class Snapshot(NamedTuple):
+    """What a cache is between two calls."""
+
+    config: H2OConfig
+    scale: float | None
+    rotation: Rotation | None
+    slots: Slots | None
+    counts: Counts
+    batched: bool
+    to_come: tuple[int, ...] | None
+
+
+def state_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Name what must be evaluated or saved: arrays, and a JSON string under ``ABOUT``."""
+    slots, rotation = snapshot.slots, snapshot.rotation
+    arrays = {} if slots is None else {"keys": slots.keys, "values": slots.values, **slots.state._asdict()}
+    if rotation is not None:
+        arrays[FREQUENCIES] = rotation.frequencies
+    about = {
+        "format": FORMAT,
+        "config": asdict(snapshot.config),
+        "scale": snapshot.scale,
+        "rotation": None if rotation is None else list(rotation[1:]),
+        "counts": snapshot.counts,
+        "batched": snapshot.batched,
+        "to_come": snapshot.to_come,
+    }
+    return {**arrays, ABOUT: json.dumps(about)}
+
+
+def snapshot_of(state: Any) -> Snapshot:
+    """Read a state back.
+
+    Args:
+        state: As ``state_of`` made it, or anything at all.
+
+    Raises:
+        ValueError: No cache can have this state.
+    """
+    arrays: dict[str, Any] = dict(tree_flatten(state))
+    about = _about(arrays.pop(ABOUT, None))
+    config, scale = config_of(about["config"]), about["scale"]
+    if scale is not None and not _is_number(scale):
+        _refuse(f"scale={scale!r} is no number")
+    rotation = _rotation(config, about["rotation"], arrays.pop(FREQUENCIES, None))
+    counts = _counts(config, about["counts"], about["batched"])
+    to_come = _to_come(counts, about["to_come"], about["batched"])
+    slots = _slots(config, counts, arrays, about["batched"])
+    if rotation is not None and slots is not None and 2 * rotation.frequencies.size > slots.keys.shape[-1]:
+        _refuse(f"{rotation.frequencies.size} frequencies turn more dims than keys have, {slots.keys.shape[-1]}")
+    return Snapshot(config, scale, rotation, slots, counts, about["batched"], to_come)
+
+
+def parsed(text: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Read a JSON object that has a ``format`` and exactly these names beside it.
+
+    Raises:
+        ValueError: It is another, or of another format.
+    """
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        _refuse("its description is no JSON object")
+    version = found.pop("format", None)
+    if not is_whole(version, FORMAT, FORMAT):
+        _refuse(f"format must be {FORMAT}, got {version!r}: it was written by another version")
+    if sorted(found) != sorted(names):
+        _refuse(f"its description must have {', '.join(sorted(names))}, got {', '.join(sorted(found))}")
+    return found
+
+
+def config_of(values: Any) -> H2OConfig:
+    """Make the configuration that ``asdict`` took apart, or raise a ``ValueError``."""
+    if not isinstance(values, dict) or sorted(values) != sorted(f.name for f in fields(H2OConfig)):
+        _refuse("its configuration has other fields than H2OConfig")
+    try:
+        return H2OConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{_LAW}: {error}") from error
+
+
+def _about(text: Any) -> dict[str, Any]:
+    about = parsed(text, ("config", "scale", "rotation", "counts", "batched", "to_come"))
+    if not isinstance(about["batched"], bool):
+        _refuse(f"batched must be true or false, got {about['batched']!r}")
+    return about
+
+
+def _rotation(config: H2OConfig, rest: Any, frequencies: Any) -> Rotation | None:
+    if config.positions == "original":
+        if rest is not None or frequencies is not None:
+            _refuse('it has a rotation, which positions="original" has not')
+        return None
+    if not isinstance(frequencies, mx.array) or frequencies.ndim != 1 or frequencies.dtype != mx.float32:
+        _refuse(f'positions="{config.positions}" needs frequencies, one float32 for each pair of dims')
+    is_three = isinstance(rest, list) and len(rest) == 3 and isinstance(rest[0], bool)
+    if not is_three or not all(_is_number(x) and x > 0 for x in rest[1:]):
+        _refuse(f"rotation must be whether traditional, a factor and a scale above 0, got {rest!r}")
+    if not frequencies.size or not mx.isfinite(frequencies).all().item():
+        _refuse("frequencies must be finite numbers, at least one")
+    return Rotation(frequencies, *rest)
+
+
+def _counts(config: H2OConfig, entries: Any, batched: bool) -> Counts:
+    if not isinstance(entries, list) or not entries or (not batched and len(entries) > 1):
+        _refuse(f"counts must be one for each sequence of a batch, or one in all, got {entries!r:.80}")
+    return tuple([_count(config, entry) for entry in entries])
+
+
+def _count(config: H2OConfig, entry: Any) -> Count:
+    if not isinstance(entry, list) or [type(x) for x in entry] != [int, int, int, bool, bool]:
+        _refuse(f"a count must be three whole numbers and two truth values, got {entry!r:.80}")
+    count = Count(*entry)
+    seen, kept, largest, holding, rolling = count
+    rolls = config.positions == "rolling" or outgrown(config, seen + largest)
+    if not (
+        0 <= largest <= seen <= MOST_TOKENS
+        and (largest > 0) == (seen > 0)
+        and kept == (seen if holding else min(seen, config.budget))
+        and not (holding and config.evict_during_prefill)
+        and rolling == rolls
+    ):
+        _refuse(f"no sequence can have {count} with {config}")
+    return count
+
+
+def _to_come(counts: Counts, values: Any, batched: bool) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    fit = isinstance(values, list) and len(values) == len(counts) and batched
+    if not fit or not all(is_whole(n, 0, MOST_TOKENS) for n in values):
+        _refuse(f"to_come must be tokens for each of the {len(counts)} sequences of a batch, got {values!r:.80}")
+    return tuple(values)
+
+
+def _slots(config: H2OConfig, counts: Counts, arrays: Mapping[str, Any], batched: bool) -> Slots | None:
+    if not arrays:
+        if any(c.seen for c in counts):
+            _refuse(f"tokens were seen, but there are no rows: {counts}")
+        return None
+    if sorted(arrays) != sorted(ARRAYS):
+        _refuse(f"its arrays must be {', '.join(sorted(ARRAYS))}, got {', '.join(sorted(arrays))}")
+    n = _check_axes(arrays)
+    if batched and n["B"] != len(counts):
+        _refuse(f"there are {n['B']} sequences and {len(counts)} counts")
+    rest = {name: x for name, x in arrays.items() if name not in ("keys", "values")}
+    slots = Slots(arrays["keys"], arrays["values"], H2OState(**rest))
+    _check_rows(config, slots, counts if batched else counts * n["B"])
+    return slots
+
+
+def _check_axes(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Check dtypes and shapes, and return the length of each axis."""
+    lengths: dict[str, int] = {}
+    for name, (dtypes, axes) in ARRAYS.items():
+        x = arrays[name]
+        if not isinstance(x, mx.array) or x.dtype not in dtypes or x.ndim != len(axes):
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
+            _refuse(f"{name} must be {' or '.join(map(str, dtypes))} [{', '.join(axes)}], got {got}")
+        # mlx counts bytes up to 2^64 and goes on at 0, and its reader lets a file have less than it says.
+        if x.nbytes != math.prod(x.shape) * x.itemsize:
+            _refuse(f"{name} can't have the shape {list(x.shape)}")
+        for axis, length in zip(axes, x.shape, strict=True):
+            if lengths.setdefault(axis, length) != length or (length == 0 and axis != "C"):
+                _refuse(f"{name} has {length} along {axis}, and {lengths[axis]} are expected")
+    return lengths
+
+
+def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
+    """Check that every head holds the rows that its sequence's count says, where they may be."""
+    state, width = slots.state, capacity(slots)
+    if state.seen.tolist() != [c.seen for c in counts]:
+        _refuse(f"seen={state.seen.tolist()!r:.80} is not what was counted")
+    most = max(c.kept for c in counts)
+    if width < most:
+        _refuse(f"{most} rows are counted, but there are {width} slots")
+    positions, held = state.positions, state.positions >= 0
+    seen, kept = (per_sequence(x) for x in ([c.seen for c in counts], [c.kept for c in counts]))
+    first = mx.arange(width) < kept
+    safe = held & ((positions < config.n_sink) | (positions >= seen - config.grace))
+    in_order = mx.sort(positions, axis=-1) if width else positions
+    empty = mx.where(held, 0, mx.abs(state.scores) + mx.abs(state.totals))
+    laws = {
+        "positions are -1 or below the tokens seen": (positions >= -1) & (positions < seen),
+        "a head holds a position once": (in_order[..., 1:] != in_order[..., :-1]) | (in_order[..., 1:] < 0),
+        "every head holds the rows that were counted": held.sum(axis=-1, keepdims=True) == kept,
+        "rows come first, or fill budget + 1 slots but one": (held == first)
+        | ((kept == config.budget) & (width == config.budget + 1)),
+        "sinks and the newest rows are held": safe.sum(axis=-1, keepdims=True)
+        == mx.minimum(seen, config.n_sink + config.grace),
+        "scores and totals are not negative": ~((state.scores < 0) | (state.totals < 0)),
+        "an empty slot has no score": empty == 0,
+        "an empty slot is finite": _finite(slots.keys, held) & _finite(slots.values, held),
+    }
+    hold = mx.stack([holds.all() for holds in laws.values()]).tolist()
+    broken = [law for law, holds in zip(laws, hold, strict=True) if not holds]  # type: ignore[arg-type]
+    if broken:
+        _refuse(f"the law is that {broken[0]}")
+
+
+def _finite(rows: mx.array, held: mx.array) -> mx.array:
+    return (held[..., None] | mx.isfinite(rows)).all()
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+_LAW = "this is no state that an H2O cache can have"
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"{_LAW}: {what}; take it from a cache, or from a file of save_prompt_cache")

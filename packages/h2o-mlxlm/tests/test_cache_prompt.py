@@ -1,0 +1,199 @@
+"""``h2o-mlxlm cache-prompt`` and ``generate --prompt-cache-file``."""
+
+import json
+
+import mlx_lm
+import pytest
+from mlx_lm.cache_prompt import setup_arg_parser
+
+import h2o_mlxlm
+from h2o_mlxlm import H2OConfig, H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from h2o_mlxlm.cli import cache_prompt, flags, main
+
+CACHE = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--decay", "0.98"]
+LONG = "hello world " * 20
+
+
+@pytest.fixture
+def run(tiny_folder, capsys):
+    """Run a command on the tiny model: exit code, standard output, standard error."""
+
+    def run(command, *arguments, model=None):
+        try:
+            code = main([command, "--model", str(model or tiny_folder), *arguments])
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    return str(tmp_path / "cache.safetensors")
+
+
+@pytest.fixture
+def going_on(run, file):
+    """Run ``generate --json`` on a saved cache and read what it prints."""
+
+    def going_on(*arguments):
+        code, out, err = run("generate", "--json", "--max-tokens", "20", "--prompt-cache-file", file, *arguments)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return going_on
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that reach mlx_lm, decoded."""
+    seen, real = [], mlx_lm.stream_generate
+
+    def spy(model, tokenizer, prompt, **settings):
+        seen.append(tokenizer.decode(prompt))
+        return real(model, tokenizer, prompt, **settings)
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
+    return seen
+
+
+def assert_refused(result, *parts):
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert all(part in err for part in parts), err
+
+
+THEIRS = [action for action in setup_arg_parser()._actions if action.dest != "help"]
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=lambda action: action.dest)
+def test_each_flag_of_mlx_lm_is_known_or_refused_by_name(theirs, run):
+    (flag,) = theirs.option_strings
+    if flag in flags.REFUSED:
+        assert_refused(run("cache-prompt", flag, "4"), f"{flag} can't be used with an H2O cache", flags.REFUSED[flag])
+        return
+    commands = flags.Parser()
+    cache_prompt.add_to(commands.add_subparsers(parser_class=flags.Parser))
+    (parser,) = commands._subparsers._group_actions[0].choices.values()
+    ours = parser._option_string_actions[flag]
+    assert (ours.dest, ours.nargs, ours.required) == (theirs.dest, theirs.nargs, theirs.required)
+
+
+def test_a_prompt_is_read_once_and_goes_on_with_everything(run, file, going_on, prompts, tiny_folder):
+    code, out, err = run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *CACHE)
+    assert code == 0, err
+    model, tokenizer = h2o_mlxlm.load(str(tiny_folder))
+    beginning = tokenizer.encode(f"[user]{LONG.rstrip()}", add_special_tokens=False)
+    caches, texts = load_prompt_cache(file, model, return_metadata=True)
+    assert out.startswith(f"prompt {caches[0].tokens_seen} tokens; kept 24 per head, evicted {caches[0].evictions}; ")
+    assert caches[0].tokens_seen - len(beginning) in (0, 1)
+    assert caches[0].evictions > 0
+    assert texts == {"model": str(tiny_folder), "tokenizer_config": '{"trust_remote_code": false}'}
+    got = going_on("--prompt", "and now")
+    assert prompts == ["and now<|end|>[assistant]"]
+    config = H2OConfig(budget=24, n_sink=2, grace=4, decay=0.98)
+    assert H2OConfig(**got["config"]) == config == caches[0].config
+    assert got["text"] == mlx_lm.generate(
+        model, tokenizer, tokenizer.encode(prompts[0], add_special_tokens=False), max_tokens=20, prompt_cache=caches
+    )
+    assert got["evictions"] == caches[0].evictions
+    # The file is only read.
+    assert going_on("--prompt", "and now") == got
+
+
+def test_with_room_for_all_two_parts_are_one_prompt(run, file, going_on, capsys):
+    """What mlx_lm's generate does with the whole prompt."""
+    assert run("cache-prompt", "--prompt", "hello", "--prompt-cache-file", file)[0] == 0
+    got = going_on("--prompt", " world, hello")
+    code, out, _ = run("generate", "--json", "--max-tokens", "20", "--prompt", "hello world, hello")
+    assert code == 0
+    assert got["text"] == json.loads(out)["text"]
+
+
+def test_a_prompt_is_held_until_its_end(run, file, going_on, tiny_folder, monkeypatch):
+    monkeypatch.setattr(cache_prompt, "STEP", 16)
+    for n in (15, 16, 17):
+        held = [*CACHE, "--no-evict-during-prefill"]
+        assert run("cache-prompt", "--prompt", "x" * (n - 3), "--prompt-cache-file", file, *held)[0] == 0
+        cache = load_prompt_cache(file, h2o_mlxlm.load(str(tiny_folder))[0])[0]
+        assert cache.state["about"].count("true, false]") == 1  # holding, not rolling
+    got = going_on("--prompt", LONG)
+    assert got["config"]["evict_during_prefill"] is False
+    assert got["kept_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        ([], "hi<|end|>[assistant]"),
+        (["--prefill-response", "Well"], "hi<|end|>[assistant]Well"),
+        (["--ignore-chat-template"], "hi"),
+        (["--prompt", r"a\nb"], "a\nb<|end|>[assistant]"),
+    ],
+)
+def test_the_prompt_goes_on_in_the_same_message(run, file, going_on, prompts, arguments, prompt):
+    assert run("cache-prompt", "--prompt", "hello", "--prompt-cache-file", file)[0] == 0
+    going_on("--prompt", "hi", *arguments)
+    assert prompts == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--budget", "32"], ["--budget asks for budget=32, but", "was made with budget=24: leave --budget out"]),
+        (["--budget", "20KB"], ["--budget asks for budget=", "budget=24"]),
+        (["--decay", "0.9"], ["--decay asks for decay=0.9", "decay=0.98"]),
+        (["--grace", "5"], ["--grace asks for grace=5", "grace=4"]),
+        (["--no-evict-during-prefill"], ["asks for evict_during_prefill=False", "evict_during_prefill=True"]),
+        (["--positions", "rolling"], ["--positions asks for positions=rolling", "positions=original"]),
+        (["--trained-length", "99"], ["--trained-length asks for trained_length=99", "trained_length=None"]),
+        (["--system-prompt", "Be brief."], ["--system-prompt can't be used with --prompt-cache-file"]),
+        (["--prompt-cache-file", "/none/at/all"], ["--prompt-cache-file: there is no file /none/at/all"]),
+        (["--prompt-cache-file", __file__], [__file__, "is no prompt cache of this model"]),
+        (["--prompt", "\udcff"], ["the prompt is not text"]),
+    ],
+    ids=lambda x: x[0] if x[0].startswith("--") else "",
+)
+def test_what_contradicts_the_file_is_one_line(run, file, arguments, parts):
+    assert run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *CACHE)[0] == 0
+    assert_refused(run("generate", "--json", "--prompt-cache-file", file, *arguments), *parts)
+
+
+def test_flags_that_say_the_same_are_fine(run, file, going_on):
+    assert run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *CACHE)[0] == 0
+    assert going_on(*CACHE, "--queries", "true")["config"]["budget"] == 24
+
+
+def test_a_template_that_hides_the_message_is_refused(run, file, tiny_folder, tmp_path):
+    assert run("cache-prompt", "--prompt", "hello", "--prompt-cache-file", file)[0] == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in tiny_folder.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "always the same"}))
+    shown = run("generate", "--json", "--prompt-cache-file", file, "--prompt", "hi", model=other)
+    assert_refused(shown, "the model's chat template does not show the message as it is")
+
+
+def test_a_batch_is_refused(run, file, tiny_folder):
+    model, _ = h2o_mlxlm.load(str(tiny_folder))
+    merged = [H2OKVCache.merge([c]) for c in make_prompt_cache(model, H2OConfig())]
+    save_prompt_cache(file, merged, model)
+    assert_refused(run("generate", "--json", "--prompt-cache-file", file), "holds a batch, and one prompt goes on")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prompt", " "], ["the prompt is empty"]),
+        (["--prompt", "hi", "--prompt-cache-file", "/none/a"], ["--prompt-cache-file: there is no folder /none"]),
+        (["--prompt", "hi", "--decay", "2"], ["decay must be in (0, 1]"]),
+        (["--prompt", "hi", "--budget", "1KB"], ["bytes hold no token"]),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(run, file, tmp_path, arguments, parts):
+    assert_refused(run("cache-prompt", "--prompt-cache-file", file, *arguments), *parts)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,90 @@
+"""Saved prompt caches on the real model: going on after a reload is going on, bit for bit."""
+
+import mlx.core as mx
+import pytest
+
+from h2o_mlxlm import H2OConfig, H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from .conftest import texts
+
+WAYS = {
+    "original": {},
+    "rolling": {"positions": "rolling"},
+    "held": {"evict_during_prefill": False},
+    "key": {"queries": "key"},
+}
+
+
+def rows(tokenizer, n):
+    return mx.array([tokenizer.encode(text)[:n] for text in list(texts().values())[:2]])
+
+
+def reloaded(caches, model, tmp_path):
+    save_prompt_cache(tmp_path / "cache.safetensors", caches, model)
+    return load_prompt_cache(tmp_path / "cache.safetensors", model)
+
+
+def gone_on(model, caches, tokens, n):
+    """Logits of a call of three tokens, then of greedy ones, one a call."""
+    out = [model(tokens, cache=caches)[:, -1]]
+    for _ in range(n):
+        out.append(model(mx.argmax(out[-1], axis=-1)[:, None], cache=caches)[:, -1])
+        mx.eval(out[-1])
+    return mx.stack(out)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_goes_on_after_evictions(llama, tmp_path, way):
+    """Two texts side by side, saved in the middle; beside it the same without a file."""
+    tokens, config = rows(llama.tokenizer, 55), H2OConfig(budget=32, decay=0.98, **WAYS[way])
+    plain, caches = (make_prompt_cache(llama.model, config) for _ in range(2))
+    for each in (plain, caches):
+        calls = [tokens[:, :48]] if way == "held" else [tokens[:, :48], *tokens[:, 48:52].split(4, axis=1)]
+        for call in calls:
+            mx.eval(llama.model(call, cache=each), [c.state for c in each] if call.shape[1] > 1 else [])
+    if way == "held":
+        assert caches[0].tokens_kept == 48
+    else:
+        assert caches[0].evictions == 52 - 32
+    again = reloaded(caches, llama.model, tmp_path)
+    assert [c.config for c in again] == [config] * 30
+    expected = gone_on(llama.model, plain, tokens[:, 52:], 3)
+    assert mx.array_equal(gone_on(llama.model, again, tokens[:, 52:], 3), expected)
+    for a, b in zip(again, plain, strict=True):
+        assert (a.evictions, a.tokens_kept) == (b.evictions, 32)
+        assert mx.array_equal(a.kept_positions, b.kept_positions)
+        assert mx.array_equal(a.scores, b.scores)
+        assert mx.array_equal(a.totals, b.totals)
+
+
+def test_a_batch_goes_on_in_the_middle_of_a_padded_prompt(llama, tmp_path):
+    tokens = rows(llama.tokenizer, 60)
+    alone = [make_prompt_cache(llama.model, H2OConfig(budget=32)) for _ in range(2)]
+    mx.eval(llama.model(tokens[:1, :40], cache=alone[0]))
+    caches = [H2OKVCache.merge(both) for both in zip(*alone, strict=True)]
+    for cache in caches:
+        cache.prepare(lengths=[5, 12], right_padding=[7, 0])
+    mx.eval(llama.model(tokens[:, 40:48], cache=caches))
+    again = reloaded(caches, llama.model, tmp_path)
+    outs = []
+    for each in (caches, again):
+        mx.eval(llama.model(tokens[:, 48:52], cache=each))
+        for cache in each:
+            cache.finalize()
+        outs.append(gone_on(llama.model, each, tokens[:, 52:53], 2))
+    assert mx.array_equal(*outs)
+    assert again[0].tokens_seen.tolist() == [50, 17]
+
+
+def test_a_file_of_a_model_with_another_weight_is_refused(llama, tmp_path):
+    caches = make_prompt_cache(llama.model, H2OConfig(budget=32))
+    save_prompt_cache(tmp_path / "a", caches, llama.model)
+    layer = llama.model.layers[0].self_attn.k_proj
+    weight = layer.weight
+    layer.weight = mx.where(mx.arange(weight.size).reshape(weight.shape) == 5, 0, weight)
+    try:
+        with pytest.raises(ValueError, match=r"saved with model '[0-9a-f]{16}', and this one is '[0-9a-f]{16}'"):
+            load_prompt_cache(tmp_path / "a", llama.model)
+    finally:
+        layer.weight = weight
+    assert load_prompt_cache(tmp_path / "a", llama.model)[29].empty()
