@@ -15,7 +15,7 @@ from mlx_lm.generate import setup_arg_parser
 
 import h2o_mlxlm
 from h2o_core import H2OConfig
-from h2o_mlxlm.cli import flags, generate, main
+from h2o_mlxlm.cli import flags, generate, loading, main
 
 SMALL = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--max-tokens", "40"]
 LONG = "hello world " * 20
@@ -221,13 +221,13 @@ def filled(model, budget):
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
 def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes):
     model = make_model()
-    tokens = generate.tokens_in(model, n_bytes)
+    tokens = loading.tokens_in(model, n_bytes)
     assert filled(model, tokens) <= n_bytes < filled(model, tokens + 1)
 
 
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
 def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
-    assert H2OConfig(budget=generate.tokens_in(make_model(), n_bytes)).budget > 2**29
+    assert H2OConfig(budget=loading.tokens_in(make_model(), n_bytes)).budget > 2**29
 
 
 def test_json_is_one_object_with_the_issues_keys(report):

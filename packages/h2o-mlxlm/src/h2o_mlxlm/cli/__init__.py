@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import bench, compare, evaluate, generate, trace
+from h2o_mlxlm.cli import bench, chat, compare, evaluate, generate, server, trace
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="h2o-mlxlm", description="Generate text with a bounded, heavy-hitter KV cache.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     generate.add_to(commands)
+    chat.add_to(commands)
+    server.add_to(commands)
     bench.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)

@@ -19,6 +19,7 @@ REFUSED = {
     "--image": "prompts are text",
     "--quantize-activations": "weights are used as they are stored",
     "-qa": "weights are used as they are stored",
+    "--pipeline": "a model runs in one process here",
     "--use-default-chat-template": "the tokenizer's own template is used, or none with --ignore-chat-template",
 }
 
@@ -42,9 +43,9 @@ class _Refuse(argparse.Action):
         parser.error(f"{option_string} can't be used with an H2O cache: {REFUSED[str(option_string)]}")
 
 
-def add_refused(parser: argparse.ArgumentParser) -> None:
-    """Know mlx_lm's flags that can't work, so that they are refused by name."""
-    for flag in REFUSED:
+def add_refused(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
+    """Know mlx_lm's flags that can't work, so that they are refused by name; ``but`` are those of this command."""
+    for flag in [flag for flag in REFUSED if flag not in but]:
         # Takes whatever follows: the answer is the same with a value and without.
         parser.add_argument(flag, action=_Refuse, nargs="*", help=argparse.SUPPRESS)
 
@@ -127,6 +128,16 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Hold the whole prompt until its last token",
     )
+
+
+def check_cache_flags(args: argparse.Namespace) -> None:
+    """Refuse what no model can keep before one is loaded, for that takes time.
+
+    Raises:
+        ValueError: A flag's value is outside its range.
+    """
+    if isinstance(args.budget, int):
+        config_from(args, args.budget)
 
 
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from h2o_core import H2OConfig
-from h2o_core.config import MOST_TOKENS
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import loaded
+from h2o_mlxlm.cli.loading import config_for, in_template, loaded
 
 _INFINITY = float("inf")
 _BIG = 2**31 - 1
@@ -63,9 +62,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
-    if not isinstance(args.budget, float):
-        # Before the model is loaded, for that takes time.
-        flags.config_from(args, args.budget)
+    flags.check_cache_flags(args)
     text = _prompt_text(args)
     args.verbose = args.verbose and not args.json
     model, tokenizer = loaded(
@@ -76,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
-    config = flags.config_from(args, tokens)
+    config = config_for(args, model)
     prompt = _encode(args, tokenizer, text)
     report = _generate(args, model, tokenizer, prompt, config)
     if args.json:
@@ -85,31 +81,6 @@ def run(args: argparse.Namespace) -> int:
     elif not args.verbose:
         print(report["text"])
     return 0
-
-
-def tokens_in(model: Any, n_bytes: float) -> int:
-    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
-
-    Raises:
-        ValueError: Not one token fits.
-    """
-    import mlx.core as mx
-
-    from h2o_mlxlm.cache import H2OKVCache
-    from h2o_mlxlm.integration import make_prompt_cache
-
-    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
-    sizes = []
-    for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
-        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
-    slot = sizes[1] - sizes[0]
-    fixed = sizes[0] - 2 * slot
-    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
-    if tokens < 1:
-        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
-    return tokens
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -131,17 +102,13 @@ def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
         begun = args.prefill_response is not None
         if begun:
             messages.append({"role": "assistant", "content": args.prefill_response})
-        try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=begun,
-                add_generation_prompt=not begun,
-                **(args.chat_template_config or {}),
-            )
-        except Exception as error:
-            # A template is the model's own code, and refuses messages with errors of any kind.
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        text = in_template(
+            tokenizer,
+            messages,
+            args.chat_template_config,
+            continue_final_message=begun,
+            add_generation_prompt=not begun,
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
