@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare.add_to(commands)
     trace.add_to(commands)
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        format=getattr(args, "log_format", "%(message)s"),
+        level=getattr(args, "log_level", "WARNING"),
+        stream=sys.stderr,
+    )
     logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
     try:
         return int(args.run(args))

@@ -1,14 +1,13 @@
 """``h2o-mlxlm server``: mlx_lm.server with a bounded cache for every request."""
 
 import argparse
-import logging
 from typing import Any
 
 from h2o_mlxlm.cli import flags
 
 _INFINITY = float("inf")
 _COUNT = flags.number(1, 2**31 - 1, int)
-_OWN = ("--use-default-chat-template",)  # refused elsewhere, honoured here
+OWN = ("--use-default-chat-template",)  # refused elsewhere, honoured here
 
 
 def add_to(commands: Any) -> None:
@@ -28,9 +27,10 @@ def add_to(commands: Any) -> None:
     _add_answer_flags(parser.add_argument_group("answers, where a request does not say").add_argument)
     _add_batch_flags(parser.add_argument_group("requests that run together").add_argument)
     flags.add_cache_flags(parser)
-    flags.add_refused(parser, but=_OWN)
+    flags.add_refused(parser, but=OWN)
+    parser.set_defaults(run=run, log_format="%(asctime)s - %(levelname)s - %(message)s")
     # What mlx_lm reads of the flags that are refused.
-    parser.set_defaults(run=run, num_draft_tokens=3, kv_group_size=64, quantized_kv_start=5000, pipeline=False)
+    parser.set_defaults(num_draft_tokens=3, kv_group_size=64, quantized_kv_start=5000, pipeline=False)
 
 
 def _add_answer_flags(add: Any) -> None:
@@ -57,7 +57,6 @@ def _add_batch_flags(add: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer requests until interrupted."""
     flags.check_cache_flags(args)
-    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s", force=True)
     from mlx_lm.server import _run_http_server
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 

@@ -4,6 +4,7 @@ import argparse
 from concurrent.futures import Future
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider, ResponseGenerator
 
@@ -13,14 +14,14 @@ from h2o_mlxlm.integration import install
 from h2o_mlxlm.models import find, prepare
 
 
-def start(args: argparse.Namespace) -> Any:
+def start(args: argparse.Namespace) -> "Responses":
     """Load the model and begin to take requests.
 
     Args:
         args: The flags of ``h2o-mlxlm server``.
 
     Returns:
-        mlx_lm's ``ResponseGenerator``, whose thread runs until its ``stop_and_join``.
+        A ``Responses``, whose thread runs until its ``stop_and_join``.
 
     Raises:
         ValueError: The model can't be loaded, or can't have these caches, or a setting is not for a server.
@@ -32,13 +33,24 @@ def start(args: argparse.Namespace) -> Any:
             "length in one call; use --positions rolling, or original"
         )
     provider = Provider(args)
-    responses = ResponseGenerator(provider, PromptCache(args.prompt_cache_size))
+    responses = Responses(provider, PromptCache(args.prompt_cache_size))
     try:
         provider.ready.result()
     except BaseException:
         responses.stop_and_join()
         raise
     return responses
+
+
+class Responses(ResponseGenerator):  # type: ignore[misc]
+    """mlx_lm's thread that answers, which ends cleanly."""
+
+    def _run_generate(self) -> None:
+        try:
+            super()._run_generate()
+        finally:
+            # mlx would end its own threads after this one has been joined, and a process that exits then is aborted.
+            mx.clear_streams()
 
 
 class Provider(ModelProvider):  # type: ignore[misc]
