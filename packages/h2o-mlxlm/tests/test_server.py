@@ -11,7 +11,9 @@ from functools import partial
 from http.client import HTTPConnection
 from http.server import ThreadingHTTPServer
 from threading import Thread
+from urllib.request import urlopen
 
+import huggingface_hub.constants
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -19,6 +21,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import mamba
 from mlx_lm.server import APIHandler
 
+import h2o_mlxlm.cli.serving
 from h2o_core import H2OConfig
 from h2o_mlxlm import H2OKVCache, load, make_prompt_cache
 from h2o_mlxlm.cli import flags, main, server
@@ -109,7 +112,8 @@ class Service:
 
 @contextmanager
 def service(folder, *arguments):
-    args = our_parser().parse_args(["--model", str(folder), *SMALL, *arguments])
+    args = our_parser().parse_args([*SMALL, *arguments])
+    args.model = None if folder is None else str(folder)
     responses = start(args)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(APIHandler, responses, system_fingerprint="test"))
     thread = Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
@@ -320,6 +324,14 @@ def test_a_malformed_request_gets_mlx_lms_error(request_, status, part, one_serv
     got, answer = one_service.request(**request_)
     assert got == status
     assert part in (answer if isinstance(answer, str) else answer["error"])
+
+
+def test_a_model_that_was_not_named_is_listed(tiny_folder, tmp_path, monkeypatch):
+    # mlx_lm drops the request where there is no folder of the hub's.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(h2o_mlxlm.cli.serving, "find", lambda name: name or str(tiny_folder))
+    with service(None) as running, urlopen(f"http://127.0.0.1:{running.port}/v1/models") as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == [str(tiny_folder)]
 
 
 @pytest.fixture(scope="module")

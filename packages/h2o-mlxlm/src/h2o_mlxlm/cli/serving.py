@@ -24,6 +24,7 @@ def start(args: argparse.Namespace) -> "Responses":
         A ``Responses``, whose thread runs until its ``stop_and_join``.
 
     Raises:
+        FileNotFoundError: No model is named and none is installed.
         ValueError: The model can't be loaded, or can't have these caches, or a setting is not for a server.
     """
     if args.positions == "auto":
@@ -32,6 +33,8 @@ def start(args: argparse.Namespace) -> "Responses":
             "--positions auto is not for a server: a long request late in a conversation could go past the trained "
             "length in one call; use --positions rolling, or original"
         )
+    if args.model is None:
+        args.model = find(None)  # by name, so that it is listed
     provider = Provider(args)
     responses = Responses(provider, PromptCache(args.prompt_cache_size))
     try:
@@ -71,7 +74,7 @@ class Provider(ModelProvider):  # type: ignore[misc]
         else:
             self.ready.set_result(None)
 
-    def _load(self, model_path: str | None, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
         if draft_model_path is not None:
             raise ValueError(
                 f"draft_model={draft_model_path!r} can't be used with an H2O cache: {REFUSED['--draft-model']}"
