@@ -13,7 +13,7 @@ from http.server import ThreadingHTTPServer
 from threading import Thread
 from urllib.request import urlopen
 
-import huggingface_hub.constants
+import huggingface_hub.utils._cache_manager
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -328,7 +328,7 @@ def test_a_malformed_request_gets_mlx_lms_error(request_, status, part, one_serv
 
 def test_a_model_that_was_not_named_is_listed(tiny_folder, tmp_path, monkeypatch):
     # mlx_lm drops the request where there is no folder of the hub's.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.utils._cache_manager, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(h2o_mlxlm.cli.serving, "find", lambda name: name or str(tiny_folder))
     with service(None) as running, urlopen(f"http://127.0.0.1:{running.port}/v1/models") as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == [str(tiny_folder)]
