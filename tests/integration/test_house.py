@@ -31,6 +31,12 @@ COMMANDS = {
     'h2o-mlxlm generate --model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt "Name three rivers." --budget 512': (
         "packages/h2o-mlxlm/tests/test_cli.py: test_as_a_process_the_text_comes_out_and_the_log_apart"
     ),
+    "h2o-mlxlm chat --model mlx-community/Llama-3.2-3B-Instruct-4bit --budget 512": (
+        "packages/h2o-mlxlm/tests/test_chat.py: test_on_a_terminal"
+    ),
+    "h2o-mlxlm server --model mlx-community/Llama-3.2-3B-Instruct-4bit --budget 512 --port 8080": (
+        "packages/h2o-mlxlm/tests/test_server.py: test_as_a_process_it_serves_until_interrupted"
+    ),
     "uv run pytest": ".ci/run: test_all",
     # In a short form, on a random model.
     "uv run h2o-mlxlm eval loss --methods recency h2o --budgets 64 128 256 --context 1024 --scored 256 --windows 8 "

@@ -1,6 +1,5 @@
 """The command line: mlx_lm's flags, ours, and one line with exit code 2 for what it can't do."""
 
-import argparse
 import io
 import json
 import subprocess
@@ -11,11 +10,10 @@ import huggingface_hub.constants
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.generate import setup_arg_parser
 
 import h2o_mlxlm
 from h2o_core import H2OConfig
-from h2o_mlxlm.cli import flags, generate, main
+from h2o_mlxlm.cli import flags, loading, main
 
 SMALL = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--max-tokens", "40"]
 LONG = "hello world " * 20
@@ -77,37 +75,6 @@ def assert_refused(result, *parts):
     assert err.startswith("h2o-mlxlm")
     assert "Traceback" not in err
     assert all(part in err for part in parts), err
-
-
-def our_actions():
-    commands = flags.Parser()
-    generate.add_to(commands.add_subparsers(parser_class=flags.Parser))
-    (parser,) = commands._subparsers._group_actions[0].choices.values()
-    return parser._option_string_actions
-
-
-THEIRS = [action for action in setup_arg_parser()._actions if action.dest != "help"]
-
-
-@pytest.mark.parametrize("theirs", THEIRS, ids=lambda action: action.dest)
-def test_each_flag_of_mlx_lm_is_known_with_its_default_or_refused_by_name(theirs, run):
-    for flag in theirs.option_strings:
-        if flag in flags.REFUSED:
-            value = [] if theirs.nargs == 0 else ["4"]
-            assert_refused(run(flag, *value), f"{flag} can't be used with an H2O cache", flags.REFUSED[flag])
-        else:
-            ours = our_actions()[flag]
-            assert ours.option_strings == theirs.option_strings
-            assert (ours.dest, ours.default, ours.nargs) == (theirs.dest, theirs.default, theirs.nargs)
-
-
-def test_only_flags_of_mlx_lm_are_refused_by_name():
-    assert flags.REFUSED.keys() <= {flag for action in THEIRS for flag in action.option_strings}
-
-
-def test_the_caches_flags_have_the_configurations_defaults():
-    args = argparse.Namespace(**{a.dest: a.default for a in our_actions().values()})
-    assert flags.config_from(args, args.budget) == H2OConfig()
 
 
 @pytest.mark.parametrize(
@@ -221,13 +188,13 @@ def filled(model, budget):
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
 def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes):
     model = make_model()
-    tokens = generate.tokens_in(model, n_bytes)
+    tokens = loading.tokens_in(model, n_bytes)
     assert filled(model, tokens) <= n_bytes < filled(model, tokens + 1)
 
 
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
 def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
-    assert H2OConfig(budget=generate.tokens_in(make_model(), n_bytes)).budget > 2**29
+    assert H2OConfig(budget=loading.tokens_in(make_model(), n_bytes)).budget > 2**29
 
 
 def test_json_is_one_object_with_the_issues_keys(report):

@@ -32,18 +32,25 @@ def load(model: str | None = None, **kwargs: Any) -> Any:
         FileNotFoundError: There is no such file or folder, or no model is named and none is installed.
         ValueError: The GGUF file holds something that can't be converted.
     """
-    fast = load_openblas()
-    path = _find(model)
-    import mlx.core as mx
+    load_openblas()
+    path = find(model)
     import mlx_lm
 
     loaded = mlx_lm.load(path, **kwargs)
-    if mx.default_device() == mx.Device(mx.DeviceType.cpu):
-        _to_float32(loaded[0])
-        plain = "mlx's own BLAS (slow: install OpenBLAS, import h2o_mlxlm first)"
-        multiplied = "OpenBLAS" if fast else plain if sys.platform == "linux" else "the system's BLAS"
-        logger.info("CPU back end: weights as float32, multiplied by %s", multiplied)
+    prepare(loaded[0])
     return loaded
+
+
+def prepare(model: Any) -> None:
+    """Make a loaded model's weights float32 where mlx multiplies on a CPU, and log it."""
+    import mlx.core as mx
+
+    if mx.default_device() != mx.Device(mx.DeviceType.cpu):
+        return
+    _to_float32(model)
+    plain = "mlx's own BLAS (slow: install OpenBLAS, import h2o_mlxlm first)"
+    multiplied = "OpenBLAS" if load_openblas() else plain if sys.platform == "linux" else "the system's BLAS"
+    logger.info("CPU back end: weights as float32, multiplied by %s", multiplied)
 
 
 def default_gguf() -> Path:
@@ -65,7 +72,13 @@ def default_gguf() -> Path:
     )
 
 
-def _find(model: str | None) -> str:
+def find(model: str | None) -> str:
+    """Find what ``mlx_lm.load`` takes for a model that ``load`` takes; a GGUF file is converted.
+
+    Raises:
+        FileNotFoundError: See ``load``.
+        ValueError: See ``load``.
+    """
     if model is None:
         return str(convert(default_gguf()))
     if model.endswith(".gguf"):

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import bench, cache_prompt, compare, evaluate, generate, trace
+from h2o_mlxlm.cli import bench, cache_prompt, chat, compare, evaluate, generate, server, trace
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -23,12 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     generate.add_to(commands)
     cache_prompt.add_to(commands)
+    chat.add_to(commands)
+    server.add_to(commands)
     bench.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)
     trace.add_to(commands)
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        format=getattr(args, "log_format", "%(message)s"),
+        level=getattr(args, "log_level", "WARNING"),
+        stream=sys.stderr,
+    )
     logging.getLogger("h2o_mlxlm").setLevel(logging.INFO if getattr(args, "verbose", True) else logging.WARNING)
     try:
         return int(args.run(args))

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.generate import tokens_in
-from h2o_mlxlm.cli.loading import loaded
+from h2o_mlxlm.cli.loading import config_for, loaded
 from h2o_mlxlm.cli.prompt import Progress, beginning, prompt_text
 
 STEP = 2048
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded, for that takes time.
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--prompt-cache-file: there is no folder {path.parent}")
-    flags.check_early(args)
+    flags.check_cache_flags(args)
     text = prompt_text(args.prompt)
     settings = {"trust_remote_code": args.trust_remote_code}
     settings |= {} if args.eos_token is None else {"eos_token": args.eos_token}
@@ -49,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import save_prompt_cache
 
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
-    caches = make_prompt_cache(model, flags.config_from(args, tokens), backend=args.backend)
+    caches = make_prompt_cache(model, config_for(args, model), **flags.cache_options(args))
     prompt = beginning(tokenizer, text)
     _read(model, caches, prompt)
     metadata = {"model": args.model or "", "tokenizer_config": json.dumps(settings)}

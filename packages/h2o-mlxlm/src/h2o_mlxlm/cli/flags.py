@@ -19,6 +19,7 @@ REFUSED = {
     "--image": "prompts are text",
     "--quantize-activations": "weights are used as they are stored",
     "-qa": "weights are used as they are stored",
+    "--pipeline": "a model runs in one process here",
     "--use-default-chat-template": "the tokenizer's own template is used, or none with --ignore-chat-template",
 }
 
@@ -42,9 +43,9 @@ class _Refuse(argparse.Action):
         parser.error(f"{option_string} can't be used with an H2O cache: {REFUSED[str(option_string)]}")
 
 
-def add_refused(parser: argparse.ArgumentParser) -> None:
-    """Know mlx_lm's flags that can't work, so that they are refused by name."""
-    for flag in REFUSED:
+def add_refused(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
+    """Know mlx_lm's flags that can't work, so that they are refused by name; ``but`` are those of this command."""
+    for flag in [flag for flag in REFUSED if flag not in but]:
         # Takes whatever follows: the answer is the same with a value and without.
         parser.add_argument(flag, action=_Refuse, nargs="*", help=argparse.SUPPRESS)
 
@@ -150,6 +151,19 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_cache_flags(args: argparse.Namespace) -> None:
+    """Refuse what no model can keep before one is loaded, for that takes time.
+
+    Raises:
+        ValueError: A flag's value is outside its range.
+    """
+    from h2o_mlxlm.backend import backend_of
+
+    backend_of(args.backend)
+    if isinstance(args.budget, int):
+        config_from(args, args.budget)
+
+
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     """Make the configuration that the flags ask for, with the budget in tokens."""
     return H2OConfig(
@@ -165,13 +179,9 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     )
 
 
-def check_early(args: argparse.Namespace) -> None:
-    """Refuse flags that make no configuration or back end, as far as can be told without the model."""
-    from h2o_mlxlm.backend import backend_of
-
-    backend_of(args.backend)
-    if not isinstance(args.budget, float):
-        config_from(args, args.budget)
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``make_prompt_cache`` and ``install`` take beside the model and the configuration."""
+    return {"backend": args.backend}
 
 
 def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> None:

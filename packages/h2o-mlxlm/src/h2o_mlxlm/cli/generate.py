@@ -6,10 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from h2o_core import H2OConfig
-from h2o_core.config import MOST_TOKENS
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import loaded
+from h2o_mlxlm.cli.loading import config_for, loaded, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
 
 _INFINITY = float("inf")
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
     # Before the model is loaded, for that takes time.
     if args.prompt_cache_file is None:
-        flags.check_early(args)
+        flags.check_cache_flags(args)
     else:
         _check_file(args)
     text = prompt_text(args.prompt)
@@ -90,31 +88,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tokens_in(model: Any, n_bytes: float) -> int:
-    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
-
-    Raises:
-        ValueError: Not one token fits.
-    """
-    import mlx.core as mx
-
-    from h2o_mlxlm.cache import H2OKVCache
-    from h2o_mlxlm.integration import make_prompt_cache
-
-    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
-    sizes = []
-    for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
-        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
-    slot = sizes[1] - sizes[0]
-    fixed = sizes[0] - 2 * slot
-    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
-    if tokens < 1:
-        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
-    return tokens
-
-
 def _check_file(args: argparse.Namespace) -> None:
     if not Path(args.prompt_cache_file).is_file():
         raise FileNotFoundError(f"--prompt-cache-file: there is no file {args.prompt_cache_file}")
@@ -128,14 +101,13 @@ def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import load_prompt_cache
 
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
     if args.prompt_cache_file is None:
-        return make_prompt_cache(model, flags.config_from(args, tokens), backend=args.backend)
+        return make_prompt_cache(model, config_for(args, model), **flags.cache_options(args))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
     ours = next(c for c in caches if isinstance(c, H2OKVCache))
     if not isinstance(ours.offset, int) or (ours.keys is not None and ours.keys.shape[0] > 1):
         raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
-    flags.check_given(args, ours.config, tokens)
+    flags.check_given(args, ours.config, tokens_of(args, model))
     return caches
 
 

@@ -1,6 +1,13 @@
-"""A model for a command: whatever goes wrong with it becomes one line."""
+"""A model for a command, and what its flags make of it: whatever goes wrong becomes one line."""
 
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from h2o_core import H2OConfig
+from h2o_core.config import MOST_TOKENS
+from h2o_mlxlm.cli import flags
 
 
 def loaded(name: str | None, **kwargs: Any) -> Any:
@@ -15,9 +22,55 @@ def loaded(name: str | None, **kwargs: Any) -> Any:
     """
     from h2o_mlxlm.models import load
 
-    try:
+    with in_one_line(name):
         return load(name, **kwargs)
+
+
+@contextmanager
+def in_one_line(name: str | None) -> Iterator[None]:
+    """Turn whatever a model fails with into a ``ValueError`` that names the model."""
+    try:
+        yield
     except Exception as error:
         # A hub, a config, a weight or tokenizer file: each fails with errors of its own kind, few of which say where.
         said = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
         raise ValueError(said if name is None or name in said else f"{name}: {said}") from error
+
+
+def config_for(args: argparse.Namespace, model: Any) -> H2OConfig:
+    """Make the configuration that the flags ask for, a budget in bytes turned into this model's tokens.
+
+    Raises:
+        ValueError: A flag's value is outside its range, or not one token fits.
+    """
+    return flags.config_from(args, tokens_of(args, model))
+
+
+def tokens_of(args: argparse.Namespace, model: Any) -> int:
+    """Read the budget of the flags in tokens, of this model's if it is in bytes."""
+    return args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+
+
+def tokens_in(model: Any, n_bytes: float) -> int:
+    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+
+    Raises:
+        ValueError: Not one token fits.
+    """
+    import mlx.core as mx
+
+    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.integration import make_prompt_cache
+
+    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
+    sizes = []
+    for n in (2, 3):
+        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
+        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
+        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
+    slot = sizes[1] - sizes[0]
+    fixed = sizes[0] - 2 * slot
+    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
+    if tokens < 1:
+        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
+    return tokens

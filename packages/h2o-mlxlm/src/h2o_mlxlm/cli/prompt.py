@@ -32,7 +32,7 @@ def beginning(tokenizer: Any, text: str) -> list[int]:
     if not tokenizer.has_chat_template:
         return _tokens(tokenizer, text, True)
     messages = [{"role": "user", "content": text}]
-    return _tokens(tokenizer, _rendered(tokenizer, messages, continue_final_message=True), False)
+    return _tokens(tokenizer, in_template(tokenizer, messages, continue_final_message=True), False)
 
 
 def rest(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
@@ -64,10 +64,20 @@ def _message(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
     if begun:
         messages.append({"role": "assistant", "content": args.prefill_response})
     more = args.chat_template_config or {}
-    return _rendered(tokenizer, messages, continue_final_message=begun, add_generation_prompt=not begun, **more)
+    return in_template(tokenizer, messages, continue_final_message=begun, add_generation_prompt=not begun, **more)
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+def in_template(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+    """Put messages into the model's chat template.
+
+    Args:
+        tokenizer: The model's.
+        messages: Each with its role and content.
+        options: The template's.
+
+    Raises:
+        ValueError: The template refuses them.
+    """
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:
