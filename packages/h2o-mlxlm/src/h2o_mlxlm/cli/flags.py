@@ -128,11 +128,27 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Hold the whole prompt until its last token",
     )
     add(
+        "--budget-shape",
+        choices=["equal", "pyramid", "adaptive"],
+        default="equal",
+        help="Who holds more for the same total (%(default)s): nobody, lower layers, or heads that look at more",
+    )
+    add(
         "--backend",
         choices=["auto", "reference", "metal"],
         default="auto",
         help="Whose code does the work (%(default)s: Metal kernels where they run)",
     )
+
+
+def shaped(args: argparse.Namespace, model: Any, config: H2OConfig) -> dict[str, Any]:
+    """Say what ``make_prompt_cache`` and ``install`` take for ``--budget-shape``, beside the model."""
+    from h2o_mlxlm.budgets import pyramid
+    from h2o_mlxlm.integration import bounded_layers
+
+    if args.budget_shape == "pyramid":
+        return {"config": pyramid(config, bounded_layers(model))}
+    return {"config": config, "heads": args.budget_shape}
 
 
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from h2o_core import H2OConfig
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+    heads = "adaptive" if args.budget_shape == "adaptive" else "equal"
+    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget, heads)
     config = flags.config_from(args, tokens)
     prompt = _encode(args, tokenizer, text)
     report = _generate(args, model, tokenizer, prompt, config)
@@ -90,23 +92,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tokens_in(model: Any, n_bytes: float) -> int:
+def tokens_in(model: Any, n_bytes: float, heads: Any = "equal") -> int:
     """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+
+    Args:
+        model: The model.
+        n_bytes: Bytes.
+        heads: See ``make_prompt_cache``. How budgets differ between layers does not matter, only their total.
 
     Raises:
         ValueError: Not one token fits.
     """
     import mlx.core as mx
 
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.adaptive import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
+    # Works with every model; heads of their own budgets need its queries.
+    config = H2OConfig(budget=8, n_sink=0, grace=0, queries="key" if heads == "equal" else "true")
     # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
     sizes = []
     for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
+        caches = make_prompt_cache(model, config, heads=heads)
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
+        sizes.append(sum(c.nbytes for c in caches if isinstance(c, OURS)))
     slot = sizes[1] - sizes[0]
     fixed = sizes[0] - 2 * slot
     tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
@@ -160,7 +169,7 @@ def _generate(
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.adaptive import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
     if args.seed is not None:
@@ -175,7 +184,7 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    caches = make_prompt_cache(model, config, backend=args.backend)
+    caches = make_prompt_cache(model, **flags.shaped(args, model, config), backend=args.backend)
     pieces: list[str] = []
     response: Any = None
     with _Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
@@ -192,13 +201,13 @@ def _generate(
             pieces.append(response.text)
             if args.verbose:
                 print(response.text, end="", flush=True)
-    ours = [c for c in caches if isinstance(c, H2OKVCache)]
+    ours = [c for c in caches if isinstance(c, OURS)]
     report = {
         "text": "".join(pieces),
         "prompt_tokens": len(prompt),
         "generated_tokens": response.generation_tokens,
-        "kept_tokens": ours[0].tokens_kept,
-        "evictions": ours[0].evictions,
+        "kept_tokens": _mean([c.tokens_kept for c in ours]),
+        "evictions": _mean([c.evictions for c in ours]),
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
@@ -207,6 +216,15 @@ def _generate(
     if args.verbose:
         print(f"\n{_summary(report, response)}")
     return report
+
+
+def _mean(figures: list[Any]) -> int:
+    """The mean over layers, of numbers and of arrays with a number for each head."""
+    import mlx.core as mx
+
+    from h2o_mlxlm.evaluation.passes import numbers
+
+    return round(fmean(fmean(numbers(x.flatten())) if isinstance(x, mx.array) else x for x in figures))
 
 
 def _summary(report: dict[str, Any], response: Any) -> str:
