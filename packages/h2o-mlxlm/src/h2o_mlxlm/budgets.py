@@ -75,8 +75,8 @@ def for_layers(config: H2OConfig | Sequence[H2OConfig], n_layers: int) -> list[H
         return [config] * n_layers
     if not isinstance(config, Sequence) or not all(isinstance(c, H2OConfig) for c in config):
         raise TypeError(
-            f"config must be an H2OConfig, or a list of one for each layer, got {config!r}: H2OConfig(budget=512), "
-            "for example"
+            f"config must be an H2OConfig, got {config!r}: H2OConfig(budget=512), for example, or a list with one for "
+            "each layer"
         )
     if len(config) != n_layers:
         raise ValueError(
