@@ -74,6 +74,8 @@ MISTRAL3 = {
     },
 }  # fmt: skip
 
+OWN_CODE = "attends with code of its own"
+SHARED_KEYS = "attends to keys of one layer in several"
 TWO_PART = "rotates only the last part of a key"
 NO_ROPE = "needs the one rotary embedding of each layer"
 
@@ -86,6 +88,7 @@ class Architecture(NamedTuple):
     layers: str = ALL  # which of them get an H2O cache
     true_queries: bool = True
     rolling: str = ""  # why not
+    ragged: str = ""  # why layers and heads can't hold different numbers of tokens
     mass: float | None = 1.0  # that one token adds per head; None: sink logits take some
     note: str = ""
 
@@ -107,14 +110,16 @@ ARCHITECTURES = (
     Architecture("ernie4_5"),
     Architecture("exaone4", EXAONE4, FULL, rolling=NO_ROPE, note="full attention has no rotation"),
     Architecture("gear", MIXED, FULL),
-    Architecture("gear", MIXED | {"attn_logit_softcapping": 50.0}, FULL, true_queries=False,
+    Architecture("gear", MIXED | {"attn_logit_softcapping": 50.0}, FULL, true_queries=False, ragged=OWN_CODE,
                  note="with capped logits"),
     Architecture("gemma"),
-    Architecture("gemma2", true_queries=False, note="caps its logits"),
+    Architecture("gemma2", true_queries=False, ragged=OWN_CODE, note="caps its logits"),
     Architecture("gemma3_text", EVERY_SECOND, FULL),
-    Architecture("gemma3n", GEMMA3N, FULL, rolling="rotates every layer by the first one's offset", mass=2.0,
+    Architecture("gemma3n", GEMMA3N, FULL, rolling="rotates every layer by the first one's offset",
+                 ragged=SHARED_KEYS, mass=2.0,
                  note="layers that share keys all count"),
-    Architecture("gemma4_text", GEMMA4, FULL, note="of layers that share keys the first one counts"),
+    Architecture("gemma4_text", GEMMA4, FULL, ragged=SHARED_KEYS,
+                 note="of layers that share keys the first one counts"),
     Architecture("glm4", {"partial_rotary_factor": 0.5}),
     Architecture("gpt2", GPT, rolling="has learned positions"),
     Architecture("gpt_bigcode", GPT | {"num_key_value_heads": 1}, rolling="has learned positions"),
@@ -122,7 +127,7 @@ ARCHITECTURES = (
     Architecture("gpt_oss", MIXED, FULL, mass=None, note="sink logits take part of the attention"),
     Architecture("granite", GRANITE),
     Architecture("hunyuan_v1_dense", rolling="scales keys after their rotation"),
-    Architecture("iquestloopcoder", {"loop_window_size": 32}, FULL, rolling=NO_ROPE,
+    Architecture("iquestloopcoder", {"loop_window_size": 32}, FULL, rolling=NO_ROPE, ragged=SHARED_KEYS,
                  note="runs each layer twice"),
     Architecture("jamba", JAMBA, ATTENTION, rolling=NO_ROPE, note="attention has no rotation"),
     Architecture("minicpm3", LATENT, rolling=TWO_PART, note="mlx_lm caches whole keys"),

@@ -1,6 +1,7 @@
 """Which architectures the adapter serves, and how. H2O_WRITE_DOCS=1 rewrites docs/architectures.md."""
 
 import os
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
-from h2o_mlxlm import H2OConfig, H2OKVCache, install, integration, make_prompt_cache, uninstall
+from h2o_mlxlm import (
+    AdaptiveH2OKVCache,
+    H2OConfig,
+    H2OKVCache,
+    bounded_layers,
+    install,
+    integration,
+    make_prompt_cache,
+    uninstall,
+)
 from h2o_mlxlm.backend import REFERENCE
 from h2o_mlxlm.integration import NO_ROLLING, PLACE_MATTERS
 
@@ -30,12 +40,18 @@ def tokens(n):
     return mx.random.randint(0, VOCABULARY, (n,))
 
 
-def caches(model, arch, config=LARGE, **changes):
-    """All caches of the model, and those that are ours."""
+def caches(model, arch, config=LARGE, heads="equal", budgets=None, **changes):
+    """All caches of the model, and those that are ours; of these budgets, or all of one."""
     queries = "true" if arch.true_queries else "key"
     changed = H2OConfig(**{**vars(config), "queries": queries, **changes})
-    made = make_prompt_cache(model, changed, partial=arch.layers == ATTENTION)
-    return made, [c for c in made if isinstance(c, H2OKVCache)]
+    changed = changed if budgets is None else [replace(changed, budget=budget) for budget in budgets]
+    made = make_prompt_cache(model, changed, partial=arch.layers == ATTENTION, heads=heads)
+    return made, [c for c in made if isinstance(c, (H2OKVCache, AdaptiveH2OKVCache))]
+
+
+def budgets_of(model):
+    """One of its own for each layer."""
+    return [24 + 3 * ((-1) ** i) * i for i in range(bounded_layers(model))]
 
 
 def logits(model, cache):
@@ -100,6 +116,36 @@ def test_a_small_budget_holds_in_generation(arch, queries, monkeypatch):
 
 
 @every
+def test_layers_hold_different_numbers_or_it_is_refused(arch):
+    model = build(arch.name, arch.args)
+    budgets = budgets_of(model)
+    if arch.ragged and len(set(budgets)) > 1:
+        with pytest.raises(ValueError, match=f"for it {arch.ragged}.*use one configuration for all layers"):
+            caches(model, arch, SMALL, budgets=budgets)
+        return
+    made, ours = caches(model, arch, SMALL, budgets=budgets)
+    generate(model, made)
+    assert [c.tokens_kept for c in ours] == budgets
+    assert all(c.evictions == c.tokens_seen - c.tokens_kept > 0 for c in ours)
+
+
+@every
+def test_heads_share_the_places_of_a_layer_or_it_is_refused(arch):
+    model = build(arch.name, arch.args)
+    if arch.ragged:
+        with pytest.raises(ValueError, match=r'heads="(adaptive|equal)"'):
+            caches(model, arch, SMALL, heads="adaptive")
+        return
+    made, ours = caches(model, arch, heads="adaptive")
+    close(logits(model, made), logits(model, plain_cache(model)))
+    made, ours = caches(model, arch, SMALL, heads="adaptive")
+    generate(model, made)
+    for cache in ours:
+        n_heads = len(cache.heads[0])
+        assert (cache.kept_positions >= 0).sum().item() == n_heads * SMALL.budget < n_heads * cache.tokens_seen
+
+
+@every
 def test_rolling_positions_work_or_are_refused(arch):
     model = build(arch.name, arch.args)
     if arch.rolling:
@@ -107,21 +153,24 @@ def test_rolling_positions_work_or_are_refused(arch):
             caches(model, arch, positions="rolling")
         return
     close(logits(model, caches(model, arch, positions="rolling")[0]), logits(model, plain_cache(model)))
-    made, ours = caches(model, arch, SMALL, positions="rolling")
+    budgets = [SMALL.budget] * bounded_layers(model) if arch.ragged else budgets_of(model)
+    made, ours = caches(model, arch, SMALL, budgets=budgets, positions="rolling")
     generate(model, made)
-    assert {c.offset for c in ours} == {SMALL.budget}
+    assert [c.offset for c in ours] == budgets
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if not a.rolling], ids=label)
 def test_rolling_knows_the_models_rotation(arch):
     model = build(arch.name, arch.args)
-    made, ours = caches(model, arch, SMALL, positions="rolling")
+    # Were all layers rotated by one layer's offset, budgets that differ would show it.
+    budgets = [SMALL.budget] * bounded_layers(model) if arch.ragged else budgets_of(model)
+    made, ours = caches(model, arch, SMALL, budgets=budgets, positions="rolling")
     for n in (12, 16, 12):
         model(mx.full((1, n), 7), cache=made)
     # Keys of one token, repeated, differ in their rotation alone: derotated they are equal. Behind sink
     # logits, or in a model with a state, the place of a token shows in more than its rotation.
     for cache in ours[: 1 if arch.mass is None else 0 if arch.layers == ATTENTION else None]:
-        assert cache.keys.shape[2] == SMALL.budget + 12
+        assert cache.keys.shape[2] == cache.config.budget + 12
         close(cache.keys, mx.broadcast_to(cache.keys[:, :, :1], cache.keys.shape))
 
 
@@ -185,12 +234,13 @@ def page():
             a.layers,
             "yes" if a.true_queries else 'no: `"key"`',
             f"no: {a.rolling}" if a.rolling else "yes",
+            f"no: {a.ragged}" if a.ragged else "yes",
             a.note,
         )
         for a in ARCHITECTURES
     ]
-    rows += [(r.name, "none", "no", "no", r.why) for r in REFUSED]
-    head = ("architecture", "H2O layers", '`queries="true"`', '`positions="rolling"`', "note")
+    rows += [(r.name, "none", "no", "no", "no", r.why) for r in REFUSED]
+    head = ("architecture", "H2O layers", '`queries="true"`', '`positions="rolling"`', "ragged budgets", "note")
     lines = [head, ("---",) * len(head), *sorted(rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 

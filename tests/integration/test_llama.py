@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache as plain_cache
 import h2o_metal.kernel
 import mslemu
 from h2o_metal.kernel import launches
-from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
+from h2o_mlxlm import H2OConfig, H2OKVCache, bounded_layers, install, make_prompt_cache, pyramid, uninstall
 from h2o_rope import rerotate
 
 from .conftest import texts
@@ -102,6 +102,26 @@ def test_with_room_for_all_the_text_is_mlx_lms_own(llama, config):
         uninstall(llama.model)
     assert len(ours) == 200
     assert ours == expected
+
+
+@pytest.mark.parametrize("shape", ["pyramid", "adaptive"])
+def test_text_goes_on_with_ragged_budgets(llama, shape):
+    config, n_layers = H2OConfig(budget=64), bounded_layers(llama.model)
+    given = pyramid(config, n_layers) if shape == "pyramid" else config
+    caches = make_prompt_cache(llama.model, given, heads="adaptive" if shape == "adaptive" else "equal")
+    prompt = mx.array(llama.tokenizer.encode(texts()["prose"])[:200])
+    new = [token for token, _ in generate_step(prompt, llama.model, max_tokens=40, prompt_cache=caches)]
+    print(llama.tokenizer.decode(new))
+    assert least_variety(new, window=40) >= 0.5
+    held = [(c.kept_positions[0] >= 0).sum(axis=-1).tolist() for c in caches]
+    assert sum(map(sum, held)) == n_layers * 3 * 64
+    assert all(c.tokens_seen >= 239 for c in caches)
+    if shape == "adaptive":
+        assert {sum(heads) for heads in held} == {3 * 64}
+        assert sum(len(set(heads)) > 1 for heads in held) > n_layers / 2
+    else:
+        assert held == sorted(held, reverse=True)
+        assert held[0][0] > 1.5 * held[-1][0]
 
 
 CONTEXT, SCORED = 1024, 128

@@ -93,6 +93,9 @@ def assert_refused(result, *parts):
         (["--decay", "0"], ["decay must be in (0, 1]"]),
         (["--decay", "nan"], ["decay must be in (0, 1]"]),
         (["--n-sink", "-1"], ["n_sink must be between 0"]),
+        (["--budget-shape", "round"], ["--budget-shape", "'round'"]),
+        (["--budget-shape", "adaptive", "--queries", "key"], ['heads="adaptive" works with queries=', "got 'key'"]),
+        (["--budget-shape", "pyramid", "--budget", "6", "--grace", "1"], ["ratio must be between 1 and 1", "got 3"]),
         (["--queries", "both"], ["--queries", "'both'"]),
         (["--positions", "mixed"], ["--positions", "'mixed'"]),
         (["--temp", "-1"], ["--temp", "must be at least 0, got -1"]),
@@ -177,19 +180,20 @@ def test_a_budget_is_tokens_or_memory(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
-def filled(model, budget):
+def filled(model, budget, heads):
     """Bytes of full caches of that budget."""
-    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0))
+    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0), heads=heads)
     mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches)
 
 
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
-def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes):
+def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, heads):
     model = make_model()
-    tokens = loading.tokens_in(model, n_bytes)
-    assert filled(model, tokens) <= n_bytes < filled(model, tokens + 1)
+    tokens = loading.tokens_in(model, n_bytes, heads)
+    assert filled(model, tokens, heads) <= n_bytes < filled(model, tokens + 1, heads)
 
 
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
@@ -230,6 +234,26 @@ def test_the_caches_flags_reach_the_cache(report, arguments, name, value):
     got = report("--prompt", LONG, *SMALL, *arguments)
     assert got["config"][name] == value
     assert got["kept_tokens"] == 24
+
+
+@pytest.mark.parametrize("shape", ["equal", "pyramid", "adaptive"])
+def test_a_budget_has_a_shape_and_a_total(report, monkeypatch, shape):
+    made, real = [], mlx_lm.stream_generate
+
+    def spy(*arguments, prompt_cache, **settings):
+        made.extend(prompt_cache)
+        return real(*arguments, prompt_cache=prompt_cache, **settings)
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
+    got = report("--prompt", LONG, *SMALL, "--budget-shape", shape)
+    seen = made[0].tokens_seen
+    # The mean over layers and heads.
+    assert (got["kept_tokens"], got["evictions"]) == (24, seen - 24)
+    held = [[int((head >= 0).sum().item()) for head in cache.kept_positions[0]] for cache in made]
+    assert sum(map(sum, held)) == 2 * 2 * 24
+    assert held[0] == ([24, 24] if shape == "equal" else [33, 33] if shape == "pyramid" else held[0])
+    assert (len(set(map(tuple, held))) > 1) == (shape != "equal")
+    assert isinstance(made[0], h2o_mlxlm.AdaptiveH2OKVCache) == (shape == "adaptive")
 
 
 def test_with_a_budget_above_all_tokens_the_text_is_mlx_lms(report, tiny_folder):

@@ -58,6 +58,18 @@ def test_loss(run, texts, tmp_path):
     assert again[3] == rows
 
 
+def test_loss_with_ragged_budgets(run, texts):
+    arguments = ["--methods", "h2o", "pyramid", "adaptive", "--budgets", "12", *SMALL]
+    code, _, _, rows, _ = run("loss", "--text", texts[0], *LOSS, *arguments)
+    assert code == 0
+    kept, held = ({row["method"]: int(row[name]) for row in rows} for name in ("tokens_kept", "cache_bytes"))
+    # Of the layer or head with the most. Half of six heavy hitters more below, and as many fewer above.
+    assert (kept["h2o"], kept["pyramid"]) == (12, 15)
+    assert 12 <= kept["adaptive"] <= 15
+    # Two layers count the tokens seen for each of two heads, not once.
+    assert held["pyramid"] == held["h2o"] == held["adaptive"] - 2 * 4
+
+
 def test_loss_with_lots_and_a_label(run, texts):
     arguments = ["--methods", "random", "--budgets", "12", *SMALL, "--seeds", "0", "1", "--label", "tried"]
     code, out, _, rows, told = run("loss", "--text", texts[0], *LOSS, *arguments)

@@ -6,13 +6,14 @@ is mlx_lm's own.
 
 import copy
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
 from h2o_core.conformance import TOLERANCE, Head, same_choice
-from h2o_mlxlm import H2OConfig, make_prompt_cache
+from h2o_mlxlm import H2OConfig, make_prompt_cache, pyramid
 
 HEADS, KV_HEADS, WIDTH, THETA = 4, 2, 8, 100.0
 CALLS = {
@@ -65,7 +66,7 @@ class RollingHead(Head):
 
 class OracleCache:
     def __init__(self, config, scale):
-        self.rolling = config.positions == "rolling"
+        self.config, self.rolling = config, config.positions == "rolling"
         kind = RollingHead if self.rolling else Head
         self.heads = [kind(config, scale) for _ in range(KV_HEADS)]
         self.by_key, self.offset = config.queries == "key", 0
@@ -90,6 +91,37 @@ class OracleCache:
         return mx.array([outs])
 
 
+class SharingHeads(OracleCache):
+    """Heads that divide the layer's places among them whenever several rows of each have to go."""
+
+    def attend(self, queries):
+        n, config = self.keys.shape[2], self.config
+        waits = self.heads[0].holding and n > 1
+        if waits or all(len(head.rows) + n <= head.config.budget + 1 for head in self.heads):
+            return super().attend(queries)
+        for head in self.heads:
+            head.config = replace(config, budget=len(head.rows) + n)
+        out = super().attend(queries)
+        for head, places in zip(self.heads, self.shares(), strict=True):
+            head.config = replace(config, budget=places)
+            while len(head.rows) > places:
+                head._evict_one()
+        return out
+
+    def shares(self):
+        """Places of each head: its own sinks, recent rows and half of the others, then the best of all."""
+        c, total = self.config, KV_HEADS * self.config.budget
+        sure, others = [], []
+        for h, head in enumerate(self.heads):
+            stays = [row for row in head.rows if row.position < c.n_sink or row.position >= head.seen - c.grace]
+            rest = sorted((row for row in head.rows if row not in stays), key=lambda row: -row.score)
+            own = math.ceil((c.budget - c.n_sink - c.grace) / 2)
+            sure.append(len(stays) + own)
+            others += [(row.score, h) for row in rest[own:]]
+        best = sorted(others, reverse=True)[: total - sum(sure)]
+        return [n + sum(owner == h for _, owner in best) for h, n in enumerate(sure)]
+
+
 def oracle_attention(queries, keys, values, cache, scale, mask, sinks=None):
     return cache.attend(queries)
 
@@ -105,6 +137,12 @@ CONFIGS = {
     "key, rolling": H2OConfig(budget=12, n_sink=1, grace=2, queries="key", positions="rolling"),
     "rolling": H2OConfig(budget=16, n_sink=1, grace=4, positions="rolling"),
     "rolling, held": H2OConfig(budget=16, n_sink=1, grace=4, positions="rolling", evict_during_prefill=False),
+    "layers of their own": [H2OConfig(budget=20, decay=0.9), H2OConfig(budget=9, n_sink=1, grace=2)],
+    "layers of their own, key": [H2OConfig(budget=9, queries="key"), H2OConfig(budget=14, queries="key")],
+    "layers of their own, rolling": pyramid(H2OConfig(budget=14, n_sink=1, grace=3, positions="rolling"), 2),
+    "adaptive": H2OConfig(budget=16, n_sink=2, grace=3, decay=0.9),
+    "adaptive, held": H2OConfig(budget=14, n_sink=1, grace=3, long_share=0.5, evict_during_prefill=False),
+    "adaptive layers of their own": pyramid(H2OConfig(budget=14, n_sink=1, grace=3), 2),
 }
 
 
@@ -112,8 +150,10 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
     config, the_model, calls = CONFIGS[name], model(), CALLS[calls]
-    caches = make_prompt_cache(the_model, config)
-    oracles = [OracleCache(config, the_model.layers[0].self_attn.scale) for _ in the_model.layers]
+    configs = config if isinstance(config, list) else [config] * 2
+    adaptive, scale = "adaptive" in name, the_model.layers[0].self_attn.scale
+    caches = make_prompt_cache(the_model, config, heads="adaptive" if adaptive else "equal")
+    oracles = [(SharingHeads if adaptive else OracleCache)(c, scale) for c in configs]
     tokens = mx.random.randint(0, 64, (1, sum(calls)), key=mx.random.key(1))
     compared, at, parted = 0, 0, set()
     for n in calls:
@@ -126,16 +166,17 @@ def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
         at += n
         for layer, (cache, oracle) in enumerate(zip(caches, oracles, strict=True)):
             assert cache.tokens_seen == at
+            assert oracle.heads[0].holding or mx.sum(cache.kept_positions >= 0) <= KV_HEADS * configs[layer].budget
             for h, head in enumerate(oracle.heads):
                 recent = {row.position: row for row in head.rows + head.evicted[before[layer][h] :]}
-                kept, wanted = set(cache.kept_positions[0, h].tolist()), set(head.kept())
+                kept, wanted = {p for p in cache.kept_positions[0, h].tolist() if p >= 0}, set(head.kept())
                 # Logits come through two layers, so their rounding is a few times one attention's.
                 assert same_choice(kept, wanted, recent, 5 * TOLERANCE[mx.float32])
                 if kept != wanted:
                     parted.add((layer, h))
                     continue
-                ours = dict(zip(sorted(kept), cache.scores[0, h].tolist(), strict=True))
-                totals = dict(zip(sorted(kept), cache.totals[0, h].tolist(), strict=True))
+                ours = dict(zip(sorted(kept), cache.scores[0, h, : len(kept)].tolist(), strict=True))
+                totals = dict(zip(sorted(kept), cache.totals[0, h, : len(kept)].tolist(), strict=True))
                 for p in kept:
                     assert math.isclose(ours[p], recent[p].score, rel_tol=1e-3, abs_tol=1e-4)
                     assert math.isclose(totals[p], recent[p].total, rel_tol=1e-3, abs_tol=1e-4)
@@ -144,6 +185,8 @@ def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
             break
         assert mx.allclose(logits, expected, atol=1e-3)
     assert compared >= 4 * 20, f"the comparison ended at {parted} after {compared} steps of heads"
+    if adaptive and calls[0] > 3:
+        assert any(len({head.config.budget for head in oracle.heads}) > 1 for oracle in oracles)
     for oracle, cache in zip(oracles, caches, strict=True):
         for h, head in enumerate(oracle.heads):
             gone = sum(row.total for row in head.evicted)

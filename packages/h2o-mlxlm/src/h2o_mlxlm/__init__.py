@@ -11,40 +11,48 @@ from h2o_mlxlm.blas import load_openblas
 
 if TYPE_CHECKING:
     from h2o_core import H2OConfig
+    from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
     from h2o_mlxlm.attention import scaled_dot_product_attention
+    from h2o_mlxlm.budgets import pyramid
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory
-    from h2o_mlxlm.integration import install, make_prompt_cache, uninstall
+    from h2o_mlxlm.integration import bounded_layers, install, make_prompt_cache, uninstall
     from h2o_mlxlm.models import load
     from h2o_mlxlm.persistence import load_prompt_cache, save_prompt_cache
 
 load_openblas()
 
 _HOME = {
+    "AdaptiveH2OKVCache": "h2o_mlxlm.adaptive",
     "H2OConfig": "h2o_core.config",
     "H2OKVCache": "h2o_mlxlm.cache",
     "KVCacheBuilder": "h2o_mlxlm.compat",
     "KVCacheConfig": "h2o_mlxlm.compat",
     "KVCacheFactory": "h2o_mlxlm.compat",
+    "bounded_layers": "h2o_mlxlm.integration",
     "install": "h2o_mlxlm.integration",
     "load": "h2o_mlxlm.models",
     "load_prompt_cache": "h2o_mlxlm.persistence",
     "make_prompt_cache": "h2o_mlxlm.integration",
     "save_prompt_cache": "h2o_mlxlm.persistence",
+    "pyramid": "h2o_mlxlm.budgets",
     "scaled_dot_product_attention": "h2o_mlxlm.attention",
     "uninstall": "h2o_mlxlm.integration",
 }
 
 __all__ = [
+    "AdaptiveH2OKVCache",
     "H2OConfig",
     "H2OKVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
+    "bounded_layers",
     "install",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
+    "pyramid",
     "save_prompt_cache",
     "scaled_dot_product_attention",
     "uninstall",

@@ -3,7 +3,9 @@
 import mlx.core as mx
 from mlx_lm.models import base
 
+from h2o_mlxlm.adaptive import OURS, AdaptiveH2OKVCache
 from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.head import HeadCache
 from h2o_mlxlm.masks import is_ours
 
 plain_attention = base.scaled_dot_product_attention
@@ -37,15 +39,27 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: A cache of ours is given a mask that it did not make.
     """
-    if not isinstance(cache, H2OKVCache) or (cache.config.queries == "key" and not _on_cpu()):
-        out: mx.array = plain_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        return out
+    if isinstance(cache, H2OKVCache) and cache.config.queries == "key" and not _on_cpu():
+        # The model makes one mask for all layers, but this one may hold another number of rows.
+        return _plain(queries, keys, values, cache, scale, cache.view()[0], sinks)
+    if not isinstance(cache, OURS):
+        return _plain(queries, keys, values, cache, scale, mask, sinks)
     if not _made_by_ours(mask, queries.shape[2]):
         described = f"one of shape {mask.shape}" if isinstance(mask, mx.array) else repr(mask)
         raise ValueError(
             f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
             "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
+    if isinstance(cache, AdaptiveH2OKVCache):
+        rows = [_head_by_head(queries[i : i + 1], row, scale, sinks) for i, row in enumerate(cache.heads)]
+        return mx.concatenate(rows)
+    return _attend(queries, keys, values, cache, scale, sinks)
+
+
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: H2OKVCache, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Attend to what the cache shows, and report the mass."""
     stepped = cache.step(queries, keys, values, scale, sinks)
     if stepped is not None:
         return stepped
@@ -56,6 +70,31 @@ def scaled_dot_product_attention(
         return out
     cache.observe(mass)
     return cache.tied(out)[0]
+
+
+def _head_by_head(queries: mx.array, heads: list[HeadCache], scale: float, sinks: mx.array | None) -> mx.array:
+    """Attend to one sequence whose KV heads have a cache each: queries and output [1, Hq, N, D]."""
+    groups = mx.split(queries, len(heads), axis=1)
+    of_groups = [None] * len(heads) if sinks is None else mx.split(sinks, len(heads))
+    outs = [
+        _attend(group, *head.keys_and_values(), head, scale, own)
+        for group, head, own in zip(groups, heads, of_groups, strict=True)
+    ]
+    return mx.concatenate(outs, axis=1)
+
+
+def _plain(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: object,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    # By its name in this module: ``trace`` puts another one there for a while.
+    out: mx.array = plain_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return out
 
 
 def _on_cpu() -> bool:

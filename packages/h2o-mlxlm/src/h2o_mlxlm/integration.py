@@ -2,20 +2,24 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import mlx.nn as nn
 from mlx_lm.models import base, mla
 from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
+from h2o_mlxlm.adaptive import AdaptiveH2OKVCache, check_adaptive
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.backend import Backend, backend_of
+from h2o_mlxlm.budgets import for_layers
 from h2o_mlxlm.cache import H2OKVCache, share
-from h2o_rope import Rotation, rotation_of
+from h2o_mlxlm.layers import families, layers_of, name_of, rotation_for, scale_of, trained_length
+
+Heads = Literal["equal", "adaptive"]
 
 # Models that take a row's place in the cache for its position, with any configuration.
 PLACE_MATTERS = ("afm7", "phi3small")
@@ -38,7 +42,13 @@ NO_ROLLING = {
 }
 
 
-def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> list[Any]:
+def make_prompt_cache(
+    model: nn.Module,
+    config: H2OConfig | Sequence[H2OConfig],
+    partial: bool = False,
+    backend: str = "auto",
+    heads: Heads = "equal",
+) -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
     Layers that attend to everything get an ``H2OKVCache``; layers with a sliding window keep mlx_lm's
@@ -47,62 +57,83 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
 
     Args:
         model: A model that ``mlx_lm.load`` or ``h2o_mlxlm.load`` returned.
-        config: What each layer keeps.
+        config: What each layer keeps, or a list with one configuration for each layer that gets an H2O cache,
+            lowest first; see ``pyramid``.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; see ``backend_of``.
+        heads: ``"equal"``: each head keeps ``budget`` tokens. ``"adaptive"``: so many on average, more in heads that
+            look at more; see ``AdaptiveH2OKVCache``, which the layers then get.
 
     Returns:
         The list that ``prompt_cache=`` takes.
 
     Raises:
-        TypeError: ``config`` is no ``H2OConfig``.
+        TypeError: ``config`` is no ``H2OConfig`` and no list of them.
         ValueError: This model, or one of its layers, can't do what the configuration asks, or the back end can't run
             here; it says why and what can.
     """
     chosen = backend_of(backend)
-    if not isinstance(config, H2OConfig):
-        raise TypeError(f"config must be an H2OConfig, got {config!r}: H2OConfig(budget=512), for example")
     own = _own_caches(model)
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     _check_layers(model, own, ours, partial)
-    if not _place_hook(model) and config.queries == "true":
+    configs = for_layers(config, sum(ours))
+    _check_heads(heads, configs)
+    hooked = _place_hook(model)
+    if not hooked and configs[0].queries == "true":
         raise ValueError(
-            f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
+            f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
             'attention: use H2OConfig(queries="key")'
         )
-    if config.positions != "original":
-        _check_moving(model, config.positions)
-    layers = _layers_of(model, own)
-    if config.positions == "auto" and config.trained_length is None:
-        config = replace(config, trained_length=_trained_length(model))
+    if heads == "adaptive" or len({c.budget for c in configs}) > 1:
+        _check_ragged(model, own, hooked)
+    positions = configs[0].positions
+    if positions != "original":
+        _check_moving(model, positions)
+    layers = layers_of(model, own)
+    if positions == "auto" and configs[0].trained_length is None:
+        configs = [replace(c, trained_length=trained_length(model)) for c in configs]
     if len(own) < len(model.layers):
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
+    given = iter(configs)
     caches = [
-        _cache_for(model, layer, config, chosen) if mine else other
+        _cache_for(model, layer, next(given), chosen, heads) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(c for c in caches if isinstance(c, H2OKVCache))
     return caches
 
 
-def install(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> None:
+def bounded_layers(model: nn.Module) -> int:
+    """Count the layers of a model that get an H2O cache."""
+    return sum(type(c) is mlx_lm_cache.KVCache for c in _own_caches(model))
+
+
+def install(
+    model: nn.Module,
+    config: H2OConfig | Sequence[H2OConfig],
+    partial: bool = False,
+    backend: str = "auto",
+    heads: Heads = "equal",
+) -> None:
     """Make every generation, chat and server request on this model use fresh H2O caches.
 
     Sets ``model.make_cache``, which mlx_lm asks for the caches of each generation.
 
     Args:
         model: The model.
-        config: What each layer keeps.
+        config: What each layer keeps; see ``make_prompt_cache``.
         partial: See ``make_prompt_cache``.
         backend: See ``make_prompt_cache``.
+        heads: See ``make_prompt_cache``. With ``"adaptive"`` mlx_lm's server runs requests one by one, and
+            ``batch_generate`` refuses.
 
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    make_prompt_cache(model, config, partial, backend)
+    make_prompt_cache(model, config, partial, backend, heads)
     uninstall(model)
-    make = functools.partial(make_prompt_cache, model, config, partial, backend)
+    make = functools.partial(make_prompt_cache, model, config, partial, backend, heads)
     model.make_cache = _MakeCache(make, vars(model).get("make_cache"))
 
 
@@ -143,17 +174,17 @@ def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: b
     # Models with kv_lora_rank that multiply it out before the cache keep whole keys, and work.
     if any(type(m).__module__ == mla.__name__ for _, m in model.named_modules()):
         raise ValueError(
-            f"{_name(model)} keeps latent keys (kv_lora_rank), whose attention an H2O cache can't see: "
+            f"{name_of(model)} keeps latent keys (kv_lora_rank), whose attention an H2O cache can't see: "
             "use mlx_lm's own cache with this model"
         )
-    if not _families(model).isdisjoint(PLACE_MATTERS):
+    if not families(model).isdisjoint(PLACE_MATTERS):
         raise ValueError(
-            f"{_name(model)} takes a row's place in the cache for its position, which evictions change: "
+            f"{name_of(model)} takes a row's place in the cache for its position, which evictions change: "
             "use mlx_lm's own cache with this model"
         )
     if not any(ours):
         raise ValueError(
-            f"no layer of {_name(model)} has a full attention cache to bound, got "
+            f"no layer of {name_of(model)} has a full attention cache to bound, got "
             f"{', '.join(sorted({type(c).__name__ for c in own}))}: use mlx_lm's own cache with this model"
         )
     others = {
@@ -163,71 +194,51 @@ def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: b
     }
     if others and not partial:
         raise ValueError(
-            f"some layers of {_name(model)} keep {', '.join(sorted(others))}, which H2O can't bound: "
+            f"some layers of {name_of(model)} keep {', '.join(sorted(others))}, which H2O can't bound: "
             "pass partial=True to bound the other layers and leave these as they are"
         )
 
 
-def _layers_of(model: nn.Module, own: list[Any]) -> list[nn.Module | None]:
-    """The layer that owns each cache; None where caches and layers don't pair up by place."""
-    layers = list(model.layers)
-    # Shared KV layers have no cache of their own and come last, so the first ones pair up.
-    return layers[: len(own)] if len(own) <= len(layers) else [None] * len(own)
+def _check_heads(heads: str, configs: list[H2OConfig]) -> None:
+    if heads not in get_args(Heads):
+        raise ValueError(f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, got {heads!r}")
+    if heads == "adaptive":
+        for config in configs:
+            check_adaptive(config)
 
 
-def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend) -> H2OKVCache:
-    rotation = None if config.positions == "original" else _rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, _scale_of(layer), rotation, backend)
+def _check_ragged(model: nn.Module, own: list[Any], hooked: bool) -> None:
+    """Refuse models that attend to the rows of one layer under a mask made for another."""
+    # Our attention goes by each cache's own rows; without it, or where layers share keys, mlx_lm's mask decides.
+    if not hooked or len(own) != len(model.layers):
+        why = "attends to keys of one layer in several" if hooked else "attends with code of its own"
+        raise ValueError(
+            f"all layers and heads of {name_of(model)} must hold equally many tokens, for it {why}, under one mask: "
+            'use one configuration for all layers, and heads="equal"'
+        )
 
 
-def _trained_length(model: nn.Module) -> int:
-    """The positions that the model's arguments say it was trained for."""
-    for args in (getattr(model, "args", None), getattr(getattr(model, "model", None), "args", None)):
-        length = getattr(args, "max_position_embeddings", None)
-        if isinstance(length, int):
-            return length
-    raise ValueError(
-        f'positions="auto" needs to know how long {_name(model)} was trained for, and its arguments do not say: '
-        "set trained_length in the configuration"
-    )
+def _cache_for(
+    model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend, heads: Heads
+) -> H2OKVCache | AdaptiveH2OKVCache:
+    if heads == "adaptive":
+        return AdaptiveH2OKVCache(config, backend)
+    rotation = None if config.positions == "original" else rotation_for(model, layer, config.positions)
+    return H2OKVCache(config, scale_of(layer), rotation, backend)
 
 
 def _check_moving(model: nn.Module, positions: str) -> None:
     """Refuse models whose cached keys are not just keys rotated at one position each."""
-    for family in _families(model) & NO_ROLLING.keys():
+    for family in families(model) & NO_ROLLING.keys():
         raise ValueError(
-            f'positions="{positions}" can\'t be used with {_name(model)}, which {NO_ROLLING[family]}: '
+            f'positions="{positions}" can\'t be used with {name_of(model)}, which {NO_ROLLING[family]}: '
             'use positions="original"'
         )
     if "mrope" in repr(vars(getattr(model, "args", None) or model)):
         raise ValueError(
-            f'positions="{positions}" can\'t be used with {_name(model)}, which has several positions a token '
+            f'positions="{positions}" can\'t be used with {name_of(model)}, which has several positions a token '
             '(M-RoPE): use positions="original"'
         )
-
-
-def _rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> Rotation:
-    ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
-    if len(ropes) != 1:
-        raise ValueError(
-            f'positions="{positions}" needs the one rotary embedding of each layer, found {len(ropes)} in a '
-            f'layer of {_name(model)}: use positions="original"'
-        )
-    return rotation_of(ropes[0])
-
-
-def _is_rope(name: str, module: nn.Module) -> bool:
-    last = name.rsplit(".", 1)[-1]
-    return last.startswith(("rope", "rotary")) or "rope" in type(module).__name__.lower()
-
-
-def _scale_of(layer: nn.Module | None) -> float | None:
-    """The factor on the logits that a layer's attention uses, where it says so."""
-    for _, module in [] if layer is None else layer.named_modules():
-        scale = getattr(module, "scale", None)
-        if isinstance(scale, float) and not _is_rope("", module):
-            return scale
-    return None
 
 
 def _place_hook(model: nn.Module) -> bool:
@@ -253,17 +264,3 @@ def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
     for name in sorted(names - {base.__name__}):
         if not name.startswith("mlx.") and name in sys.modules:
             yield sys.modules[name]
-
-
-def model_family(model: nn.Module) -> str:
-    """Name the file of mlx_lm that defines the model."""
-    return type(model).__module__.rsplit(".", 1)[-1]
-
-
-def _families(model: nn.Module) -> set[str]:
-    """Name the files that define the model's modules: a model may wrap that of another file."""
-    return {model_family(module) for _, module in model.named_modules()}
-
-
-def _name(model: nn.Module) -> str:
-    return str(getattr(model, "model_type", model_family(model)))

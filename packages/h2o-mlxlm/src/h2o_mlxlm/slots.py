@@ -15,6 +15,9 @@ from h2o_mlxlm.backend import Backend
 STEP = 256
 """Slots added at a time below the budget, as mlx_lm's own cache does."""
 
+CONFIGURATIONS = 2048
+"""Compiled functions that are kept: budgets may differ in every head of every layer."""
+
 
 class Slots(NamedTuple):
     """C slots per KV head."""
@@ -127,12 +130,17 @@ def scored(
         return slots
     if capacity(slots) == config.budget + 1:
         return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
+    return evicted(config, backend, slots)
+
+
+def evicted(config: H2OConfig, backend: Backend, slots: Slots) -> Slots:
+    """Keep the best ``budget`` rows of each head, in budget + 1 slots, the last one empty."""
     state, order = backend.evict(config, slots.state)
     # The state has its empty slot already.
     return widened(_taken(slots, state, order), config.budget + 1)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=CONFIGURATIONS)
 def _observe_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
     return mx.compile(partial(observe, config, n_tokens=1))
 

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--prompt-cache-file: there is no folder {path.parent}")
     flags.check_cache_flags(args)
+    if args.budget_shape != "equal":
+        raise ValueError(f"--budget-shape {args.budget_shape} can't be saved: a file holds caches of one budget")
     text = prompt_text(args.prompt)
     settings = {"trust_remote_code": args.trust_remote_code}
     settings |= {} if args.eos_token is None else {"eos_token": args.eos_token}
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import save_prompt_cache
 
-    caches = make_prompt_cache(model, config_for(args, model), **flags.cache_options(args))
+    caches = make_prompt_cache(model, **flags.cache_options(args, model, config_for(args, model)))
     prompt = beginning(tokenizer, text)
     _read(model, caches, prompt)
     metadata = {"model": args.model or "", "tokenizer_config": json.dumps(settings)}

@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def _talk(args: argparse.Namespace, model: Any, tokenizer: Any, config: H2OConfig, screen: Any) -> None:
     from h2o_mlxlm.integration import make_prompt_cache
 
-    caches = make_prompt_cache(model, config, **flags.cache_options(args))
+    caches = make_prompt_cache(model, **flags.cache_options(args, model, config))
     while (query := screen.prompt()) != "q":
         if query == "r":
-            caches = make_prompt_cache(model, config, **flags.cache_options(args))
+            caches = make_prompt_cache(model, **flags.cache_options(args, model, config))
             screen.say_reset()
         elif query == "h":
             screen.say_help()

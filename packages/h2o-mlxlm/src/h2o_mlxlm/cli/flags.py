@@ -144,6 +144,12 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Hold the whole prompt until its last token",
     )
     add(
+        "--budget-shape",
+        choices=["equal", "pyramid", "adaptive"],
+        default="equal",
+        help="Who holds more for the same total (%(default)s): nobody, lower layers, or heads that look at more",
+    )
+    add(
         "--backend",
         choices=["auto", "reference", "metal"],
         default="auto",
@@ -164,6 +170,20 @@ def check_cache_flags(args: argparse.Namespace) -> None:
         config_from(args, args.budget)
 
 
+def heads_of(args: argparse.Namespace) -> Any:
+    """What ``--budget-shape`` says of heads, as ``make_prompt_cache`` takes it."""
+    return "adaptive" if args.budget_shape == "adaptive" else "equal"
+
+
+def cache_options(args: argparse.Namespace, model: Any, config: H2OConfig) -> dict[str, Any]:
+    """Say what ``make_prompt_cache`` and ``install`` take, beside the model."""
+    from h2o_mlxlm.budgets import pyramid
+    from h2o_mlxlm.integration import bounded_layers
+
+    shaped = pyramid(config, bounded_layers(model)) if args.budget_shape == "pyramid" else config
+    return {"config": shaped, "heads": heads_of(args), "backend": args.backend}
+
+
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     """Make the configuration that the flags ask for, with the budget in tokens."""
     return H2OConfig(
@@ -179,11 +199,6 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     )
 
 
-def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``make_prompt_cache`` and ``install`` take beside the model and the configuration."""
-    return {"backend": args.backend}
-
-
 def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> None:
     """Refuse flags that were given and are not what a saved cache was made with.
 
@@ -194,6 +209,8 @@ def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> Non
     """
     for name, flag in getattr(args, "given", {}).items():
         field = name.removeprefix("no_")
+        if not hasattr(config, field):
+            continue
         asked = {"budget": tokens, "no_evict_during_prefill": False}.get(name, getattr(args, name))
         made = getattr(config, field)
         if asked != made:

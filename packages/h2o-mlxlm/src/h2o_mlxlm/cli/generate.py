@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import config_for, loaded, tokens_of
+from h2o_mlxlm.cli.loading import config_for, loaded, mean_of, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
 
 _INFINITY = float("inf")
@@ -93,6 +93,8 @@ def _check_file(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--prompt-cache-file: there is no file {args.prompt_cache_file}")
     if args.system_prompt is not None:
         raise ValueError("--system-prompt can't be used with --prompt-cache-file: what is saved comes before it")
+    if args.budget_shape != "equal":
+        raise ValueError("--budget-shape can't be used with --prompt-cache-file: its caches are as they were saved")
 
 
 def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
@@ -102,7 +104,7 @@ def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
     from h2o_mlxlm.persistence import load_prompt_cache
 
     if args.prompt_cache_file is None:
-        return make_prompt_cache(model, config_for(args, model), **flags.cache_options(args))
+        return make_prompt_cache(model, **flags.cache_options(args, model, config_for(args, model)))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
     ours = next(c for c in caches if isinstance(c, H2OKVCache))
     if not isinstance(ours.offset, int) or (ours.keys is not None and ours.keys.shape[0] > 1):
@@ -119,7 +121,7 @@ def _generate(
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.adaptive import OURS
 
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -149,13 +151,13 @@ def _generate(
             pieces.append(response.text)
             if args.verbose:
                 print(response.text, end="", flush=True)
-    ours = [c for c in caches if isinstance(c, H2OKVCache)]
+    ours = [c for c in caches if isinstance(c, OURS)]
     report = {
         "text": "".join(pieces),
         "prompt_tokens": len(prompt),
         "generated_tokens": response.generation_tokens,
-        "kept_tokens": ours[0].tokens_kept,
-        "evictions": ours[0].evictions,
+        "kept_tokens": mean_of([c.tokens_kept for c in ours]),
+        "evictions": mean_of([c.evictions for c in ours]),
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,

@@ -1,8 +1,9 @@
 """A model for a command, and what its flags make of it: whatever goes wrong becomes one line."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 from h2o_core import H2OConfig
@@ -48,29 +49,47 @@ def config_for(args: argparse.Namespace, model: Any) -> H2OConfig:
 
 def tokens_of(args: argparse.Namespace, model: Any) -> int:
     """Read the budget of the flags in tokens, of this model's if it is in bytes."""
-    return args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+    if isinstance(args.budget, int):
+        return args.budget
+    return tokens_in(model, args.budget, flags.heads_of(args))
 
 
-def tokens_in(model: Any, n_bytes: float) -> int:
+def tokens_in(model: Any, n_bytes: float, heads: Any = "equal") -> int:
     """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+
+    Args:
+        model: The model.
+        n_bytes: Bytes.
+        heads: See ``make_prompt_cache``. How budgets differ between layers does not matter, only their total.
 
     Raises:
         ValueError: Not one token fits.
     """
     import mlx.core as mx
 
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.adaptive import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
+    # Works with every model; heads of their own budgets need its queries.
+    config = H2OConfig(budget=8, n_sink=0, grace=0, queries="key" if heads == "equal" else "true")
     # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
     sizes = []
     for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
+        caches = make_prompt_cache(model, config, heads=heads)
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
+        sizes.append(sum(c.nbytes for c in caches if isinstance(c, OURS)))
     slot = sizes[1] - sizes[0]
     fixed = sizes[0] - 2 * slot
     tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
     if tokens < 1:
         raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
     return tokens
+
+
+def mean_of(figures: Iterable[Any]) -> int:
+    """The mean over layers, of numbers and of arrays with a number for each head."""
+    import mlx.core as mx
+
+    from h2o_mlxlm.evaluation.passes import numbers
+
+    return round(fmean(fmean(numbers(x.flatten())) if isinstance(x, mx.array) else x for x in figures))

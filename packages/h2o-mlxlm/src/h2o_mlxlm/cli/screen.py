@@ -6,7 +6,8 @@ from typing import Any
 from mlx_lm.cli_ui import ChatUI, print_chat_help, print_header_panel
 
 from h2o_core import H2OConfig
-from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.adaptive import OURS
+from h2o_mlxlm.cli.loading import mean_of
 
 
 class Screen(ChatUI):  # type: ignore[misc]
@@ -37,10 +38,12 @@ class Screen(ChatUI):  # type: ignore[misc]
             return "q"
 
     def say_kept(self, caches: list[Any]) -> None:
-        """Say what the caches hold, of one head of one layer, and in bytes."""
-        ours = [c for c in caches if isinstance(c, H2OKVCache)]
-        first, held, full = ours[0], sum(c.nbytes for c in caches), sum(c.full_bytes for c in ours)
+        """Say what the caches hold, of one head on average, and in bytes."""
+        ours = [c for c in caches if isinstance(c, OURS)]
+        held, full = sum(c.nbytes for c in caches), sum(c.full_bytes for c in ours)
+        figures = [(c.tokens_kept, c.tokens_seen, c.evictions) for c in ours]
+        kept, seen, gone = (mean_of(column) for column in zip(*figures, strict=True))
         self._console.print(
-            f"  [ui.muted]kept {first.tokens_kept} of {first.tokens_seen} tokens · evicted {first.evictions} · "
+            f"  [ui.muted]kept {kept} of {seen} tokens · evicted {gone} · "
             f"cache {held / 1e6:.2f} MB, full cache {full / 1e6:.2f} MB[/ui.muted]"
         )

@@ -83,7 +83,7 @@ class Provider(ModelProvider):  # type: ignore[misc]
             with in_one_line(model_path):
                 super()._load(find(model_path), adapter_path)
                 prepare(self.model)
-                install(self.model, config_for(self.cli_args, self.model), **flags.cache_options(self.cli_args))
+                install(self.model, **_options(self.cli_args, self.model))
         except ValueError:
             # Left in place, it would answer the next request with a cache that is not ours.
             self.reset()
@@ -102,3 +102,7 @@ class PromptCache(LRUPromptCache):  # type: ignore[misc]
         """Find a copy of the nearest cache, and the tokens that it lacks: one at least."""
         caches, rest = super().fetch_nearest_cache(model, tokens[:-1])
         return caches, [*rest, *tokens[-1:]]
+
+
+def _options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    return flags.cache_options(args, model, config_for(args, model))

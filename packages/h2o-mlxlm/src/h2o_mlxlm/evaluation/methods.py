@@ -47,6 +47,19 @@ def _h2o(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[A
     return make_prompt_cache(model, H2OConfig(budget=budget, **settings))
 
 
+def _pyramid(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
+    from h2o_mlxlm.budgets import pyramid
+    from h2o_mlxlm.integration import bounded_layers, make_prompt_cache
+
+    return make_prompt_cache(model, pyramid(H2OConfig(budget=budget, **settings), bounded_layers(model)))
+
+
+def _adaptive(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
+    from h2o_mlxlm.integration import make_prompt_cache
+
+    return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads="adaptive")
+
+
 def _random(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
     from h2o_mlxlm.evaluation.random_mass import random_caches
 
@@ -60,6 +73,8 @@ METHODS = {
     FULL: Method(_full, bounded=False),
     BASELINE: Method(_recency),
     "h2o": Method(_h2o, settings=True),
+    "pyramid": Method(_pyramid, settings=True),
+    "adaptive": Method(_adaptive, settings=True),
     "random": Method(_random, settings=True, seeded=True),
 }
 

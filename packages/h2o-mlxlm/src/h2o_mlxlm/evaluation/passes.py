@@ -79,10 +79,11 @@ def numbers(x: mx.array) -> Any:
 
 
 def sizes(caches: list[Any], n_rows: int) -> dict[str, int]:
-    """Say how many bytes and tokens the caches hold for each of their rows; tokens of the layer with the most."""
+    """Say how many bytes and tokens the caches hold for each of their rows; tokens of the head with the most."""
+    held = [mx.array(c.tokens_kept if hasattr(c, "tokens_kept") else c.size()) for c in caches]
     return {
         "cache_bytes": sum(int(c.nbytes) for c in caches) // n_rows,
-        "tokens_kept": max(int(c.tokens_kept) if hasattr(c, "tokens_kept") else int(c.size()) for c in caches),
+        "tokens_kept": max(numbers(x.max()) for x in held),
     }
 
 
