@@ -31,6 +31,12 @@ COMMANDS = {
     'h2o-mlxlm generate --model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt "Name three rivers." --budget 512': (
         "packages/h2o-mlxlm/tests/test_cli.py: test_as_a_process_the_text_comes_out_and_the_log_apart"
     ),
+    # Run with a tiny model.
+    'h2o-mlxlm cache-prompt --prompt "A long document, and then:" --prompt-cache-file document.safetensors '
+    "--budget 512": ("packages/h2o-mlxlm/tests/test_cache_prompt.py: test_the_readmes_commands"),
+    'h2o-mlxlm generate --prompt-cache-file document.safetensors --prompt " what does it say?"': (
+        "packages/h2o-mlxlm/tests/test_cache_prompt.py: test_the_readmes_commands"
+    ),
     "uv run pytest": ".ci/run: test_all",
     # In a short form, on a random model.
     "uv run h2o-mlxlm eval loss --methods recency h2o --budgets 64 128 256 --context 1024 --scored 256 --windows 8 "
