@@ -216,7 +216,9 @@ def test_what_cannot_be_loaded_is_not_saved(model, gemma, tmp_path):
     caches, others = make_prompt_cache(model, SMALL), make_prompt_cache(model, SMALL)
     fed(model, caches, 5)
     fed(model, others, 6)
+    empty = make_prompt_cache(model, SMALL)
     cases = [
+        ([empty[0], H2OKVCache.merge([empty[1], empty[1]])], {}, "its layers have not seen the same tokens"),
         ([caches[0], others[1]], {}, "its layers have not seen the same tokens"),
         (caches[:1], {}, r"its caches are \['H2OKVCache'\], and this model has 2"),
         ([*caches[:1], mlx_lm_cache.KVCache()], {}, "its caches are"),
