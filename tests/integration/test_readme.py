@@ -16,7 +16,8 @@ def blocks(readme, language):
 
 
 @pytest.mark.parametrize("readme", ["README.md", "packages/h2o-mlxlm/README.md"])
-def test_its_python_runs(readme, capsys):
+def test_its_python_runs(readme, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a README may save a file
     names = {}
     for block in blocks(readme, "python"):
         exec(block, names)  # the blocks of one README follow one another

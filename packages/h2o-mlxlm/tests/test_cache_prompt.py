@@ -1,6 +1,9 @@
 """``h2o-mlxlm cache-prompt`` and ``generate --prompt-cache-file``."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import mlx_lm
 import pytest
@@ -100,6 +103,16 @@ def test_a_prompt_is_read_once_and_goes_on_with_everything(run, file, going_on, 
     assert got["evictions"] == caches[0].evictions
     # The file is only read.
     assert going_on("--prompt", "and now") == got
+
+
+def test_the_readmes_commands(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    first, second = re.findall(r"^h2o-mlxlm (.* --prompt-cache-file .*)", readme, re.MULTILINE)
+    for command in (first, second):
+        code, out, err = run(*shlex.split(command))
+        assert (code, err) == (0, "")
+        assert "kept" in out
 
 
 def test_with_room_for_all_two_parts_are_one_prompt(run, file, going_on, capsys):

@@ -213,9 +213,13 @@ def test_what_mlx_lms_load_reads_is_checked_as_well(model, tmp_path):
 
 def test_what_cannot_be_loaded_is_not_saved(model, gemma, tmp_path):
     path = tmp_path / "cache.safetensors"
-    caches = make_prompt_cache(model, SMALL)
+    caches, others = make_prompt_cache(model, SMALL), make_prompt_cache(model, SMALL)
     fed(model, caches, 5)
+    fed(model, others, 6)
+    empty = make_prompt_cache(model, SMALL)
     cases = [
+        ([empty[0], H2OKVCache.merge([empty[1], empty[1]])], {}, "its layers have not seen the same tokens"),
+        ([caches[0], others[1]], {}, "its layers have not seen the same tokens"),
         (caches[:1], {}, r"its caches are \['H2OKVCache'\], and this model has 2"),
         ([*caches[:1], mlx_lm_cache.KVCache()], {}, "its caches are"),
         ([*caches[:1], *make_prompt_cache(model, H2OConfig())[:1]], {}, "has one H2OConfig, got 2"),

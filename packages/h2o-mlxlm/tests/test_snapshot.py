@@ -213,4 +213,5 @@ def test_a_state_that_is_refused_changes_nothing(states):
     before = cache.state
     with pytest.raises(ValueError, match="seen"):
         cache.state = broken(states["some"], {"seen": lambda x: x + 1})
+    assert cache.state.keys() == before.keys()
     assert all(x is before[n] or x == before[n] for n, x in cache.state.items())

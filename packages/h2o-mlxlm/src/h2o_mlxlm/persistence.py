@@ -106,7 +106,7 @@ def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict
     about = parsed(texts[NAME], ("model", "config", "classes", "scalars", "metadata"))
     scalars, metadata = about["scalars"], about["metadata"]
     if about["model"] != (own := model_identity(model)):
-        _refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the model it names")
+        _refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the one that filled it")
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
         _refuse("its metadata or scalars are not what is saved")
     config, leaves = config_of(about["config"]), scalars | arrays
@@ -188,10 +188,12 @@ def _check_leaf(name: str, leaf: Any, like: Any, free: tuple[int, ...]) -> None:
 def _check_layers(made: Sequence[Any], fresh: Sequence[Any]) -> None:
     """Check that the layers have seen the same tokens, under this model's settings."""
     ours = [c for c in made if isinstance(c, H2OKVCache)]
-    alike = {(c.keys.shape[0], c._counts, c._batched, c._to_come) for c in ours if c.keys is not None}
+    # Some models have layers that they don't use.
+    used = [c for c in ours if not c.empty()] or ours
+    alike = {(1 if c.keys is None else c.keys.shape[0], c._counts, c._batched, c._to_come) for c in used}
     if len(alike) > 1:
         _refuse("its layers have not seen the same tokens")
-    batch, (count, *_), batched, _ = alike.pop() if alike else (1, ours[0]._counts, False, None)
+    batch, (count, *_), batched, _ = alike.pop()
     for i, (cache, new) in enumerate(zip(made, fresh, strict=True)):
         if isinstance(cache, H2OKVCache):
             fits = (cache.config, cache.scale) == (new.config, new.scale) and _same(cache.rotation, new.rotation)
