@@ -55,6 +55,15 @@ COMMANDS = {
     "h2o-sim generate zipf --steps 256 --out zipf.safetensors": (
         "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
     ),
+    # On the emulator of Metal, at small sizes; the workflow's macOS job runs the first.
+    "uv run tools/kernel_check.py metal": (
+        "tests/integration/test_kernel_check.py: test_every_kernel_is_checked_and_timed"
+    ),
+    "gpu/bin/python tools/kernel_check.py cuda": (
+        "tests/integration/test_kernel_check.py: test_every_kernel_is_checked_and_timed"
+    ),
+    # Without the extra.
+    'uv venv gpu && uv pip install --python gpu -e "packages/h2o-mlxlm[cuda13]"': ".ci/run: lowest",
     ".ci/run lint": ".ci/run: lint",
     ".ci/run member h2o-core": ".ci/run: member",
     # From the wheels just built.

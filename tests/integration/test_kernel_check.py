@@ -40,6 +40,7 @@ def test_every_kernel_is_checked_and_timed(emulator, tool, capsys):
     ("name", "right", "wrong"),
     [
         ("h2o_evict", "rank >= least", "rank > least"),
+        ("h2o_victims", "victim[head] = gone", "victim[head] = gone + 1u"),
         ("h2o_rotate", "T(a / after)", "T(a + 0.001f)"),
     ],
 )

@@ -1,6 +1,7 @@
 """Each kernel's text, through ``h2o_metal.cuda`` and MLX's CUDA signature, compiled to PTX by NVIDIA's compiler.
 
-Compiled, not executed. ``H2O_PTX=all`` compiles all combinations instead of some of each.
+Compiled, not executed. ``H2O_PTX=all`` compiles every dtype with every width and group, and with every width, mask and
+sinks, instead of some of each.
 """
 
 import os
@@ -34,8 +35,10 @@ HEADS += [(mx.bfloat16, 192, 128, 16, True), (mx.float16, 64, 0, 4, False)]
 CHUNKS = [(dtype, WIDTHS[2 * j + mask % 2], GROUPS[2 * mask + j % 2], mask, (j + mask) % 2 == 0)
           for (j, dtype), mask in product(enumerate(DTYPES), range(3))]  # fmt: skip
 if ALL:
-    HEADS = [(dtype, w, w, g, s) for dtype, w, g, s in product(DTYPES, WIDTHS, GROUPS, [False, True])]
-    CHUNKS = list(product(DTYPES, WIDTHS, GROUPS, range(3), [False, True]))
+    triples = product(enumerate(DTYPES), enumerate(WIDTHS), enumerate(GROUPS))
+    HEADS += [(dtype, w, w, g, (i + j + k) % 2 == 0) for (i, dtype), (j, w), (k, g) in triples]
+    quadruples = product(DTYPES, enumerate(WIDTHS), range(3), [False, True])
+    CHUNKS += [(dtype, w, GROUPS[(i + mask) % 6], mask, s) for dtype, (i, w), mask, s in quadruples]
 
 
 def arrays(dtype, group, width, value_width, n_queries=1):

@@ -28,6 +28,9 @@ def cuda_kernel(
 ) -> Callable[..., list[mx.array]]:
     """Make a kernel of Metal's text for CUDA, as ``mx.fast.metal_kernel`` makes one for Metal.
 
+    A kernel of one name takes arrays of any dtype: mlx finds compiled ones by name and text since 0.32.3 (its pull
+    request 4273), which is therefore the lowest version that will do.
+
     Args:
         name: Of the kernel.
         input_names: Names of its inputs, which have one dimension or more: mlx gives CUDA no numbers by value.
