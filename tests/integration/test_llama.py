@@ -109,13 +109,13 @@ def test_text_goes_on_with_ragged_budgets(llama, shape):
     config, n_layers = H2OConfig(budget=64), bounded_layers(llama.model)
     given = pyramid(config, n_layers) if shape == "pyramid" else config
     caches = make_prompt_cache(llama.model, given, heads="adaptive" if shape == "adaptive" else "equal")
-    prompt = mx.array(llama.tokenizer.encode(texts()["prose"])[:200])
-    new = [token for token, _ in generate_step(prompt, llama.model, max_tokens=40, prompt_cache=caches)]
+    prompt = mx.array(llama.tokenizer.encode(texts()["prose"])[:150])
+    new = [token for token, _ in generate_step(prompt, llama.model, max_tokens=24, prompt_cache=caches)]
     print(llama.tokenizer.decode(new))
-    assert least_variety(new, window=40) >= 0.5
+    assert least_variety(new, window=24) >= 0.5
     held = [(c.kept_positions[0] >= 0).sum(axis=-1).tolist() for c in caches]
     assert sum(map(sum, held)) == n_layers * 3 * 64
-    assert all(c.tokens_seen >= 239 for c in caches)
+    assert all(c.tokens_seen >= 173 for c in caches)
     if shape == "adaptive":
         assert {sum(heads) for heads in held} == {3 * 64}
         assert sum(len(set(heads)) > 1 for heads in held) > n_layers / 2
