@@ -119,7 +119,7 @@ def test_eight_conversations_of_three_turns(running):
     assert seen.kinds == {H2OKVCache}
     assert seen.most > 2  # they did run together
     assert seen.kept == BUDGET
-    assert seen.evicted > 2 * BUDGET
+    assert seen.evicted > BUDGET  # far past it
     assert seen.scores_were_there
     # Two caches a turn, before its last token and after its answer, none of more than the budget.
     assert len(store) <= 2 * len(TOPICS) * len(TURNS)
@@ -153,14 +153,15 @@ def test_a_stream_is_the_same_answer(running):
 def test_errors_are_mlx_lms(running):
     responses, client, _ = running
     ask = partial(client.chat.completions.create, messages=[{"role": "user", "content": "Name a river."}])
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
-        ask(model="default_model", max_tokens=0)
-    with pytest.raises(openai.BadRequestError, match="temperature must be at least 0"):
-        ask(model="default_model", temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="no model folder at /no/such"):
-        ask(model="/no/such")
-    with pytest.raises(openai.NotFoundError, match="can't be used with an H2O cache"):
-        ask(model="default_model", extra_body={"draft_model": "any"})
+    for kind, said, request in (
+        (openai.BadRequestError, "max_tokens must be at least 1", {"max_tokens": 0}),
+        (openai.BadRequestError, "temperature must be at least 0", {"temperature": -1}),
+        (openai.NotFoundError, "no model folder at /no/such", {"model": "/no/such"}),
+        (openai.NotFoundError, "draft_model='any' can't be used", {"extra_body": {"draft_model": "any"}}),
+    ):
+        with pytest.raises(kind) as refused:
+            ask(**{"model": "default_model"} | request)
+        assert refused.value.body.startswith(said)
     assert responses.is_healthy
 
 
@@ -194,4 +195,4 @@ def test_a_chat_is_coherent_far_past_the_budget():
     kept = re.findall(r"kept (\d+) of (\d+) tokens", done.stdout)
     assert [int(k) for k, _ in kept[1:]] == [64, 64]
     assert int(kept[-1][1]) > 2 * 64
-    assert "4" in done.stdout.split("\u203a ")[3]
+    assert "4" in done.stdout.split("\u203a")[3]
