@@ -36,6 +36,7 @@ COMMANDS = {
     ),
     "h2o-mlxlm server --model mlx-community/Llama-3.2-3B-Instruct-4bit --budget 512 --port 8080": (
         "packages/h2o-mlxlm/tests/test_server.py: test_as_a_process_it_serves_until_interrupted"
+    ),
     # Run with a tiny model.
     'h2o-mlxlm cache-prompt --prompt "A long document, and then:" --prompt-cache-file document.safetensors '
     "--budget 512": ("packages/h2o-mlxlm/tests/test_cache_prompt.py: test_the_readmes_commands"),
