@@ -41,10 +41,11 @@ def same(cache, other):
         assert mx.allclose(getattr(cache, name), getattr(other, name), atol=1e-5)
 
 
-def test_metal_by_name_runs_or_raises(monkeypatch):
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r'backend="metal" needs Metal, .* or "reference"'):
-        H2OKVCache(H2OConfig(8), backend="metal")
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+def test_kernels_by_name_run_or_raise(monkeypatch, name):
+    monkeypatch.setattr(getattr(mx, name), "is_available", lambda: False)
+    with pytest.raises(ValueError, match=rf'backend="{name}" can\'t run here: .* or use "reference"'):
+        H2OKVCache(H2OConfig(8), backend=name)
 
 
 def test_an_unknown_name_is_refused_at_construction(make_model):
@@ -53,7 +54,8 @@ def test_an_unknown_name_is_refused_at_construction(make_model):
 
 
 def test_auto_is_what_there_is():
-    assert backend_of("auto").name == ("metal" if mx.metal.is_available() else "reference")
+    there = [name for name in ("metal", "cuda") if getattr(mx, name).is_available()]
+    assert backend_of("auto").name == (there or ["reference"])[0]
 
 
 @settings(deadline=None, max_examples=30)

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 import h2o_core
 import h2o_rope
-from h2o_metal import attention, eviction, kernel, on_metal, rotation
+from h2o_metal import attention, eviction, kernel, on_cuda, on_metal, rotation
 
 
 class Backend(NamedTuple):
@@ -31,15 +31,16 @@ def _backend(name: str, attention: Any, eviction: Any, rotation: Any, fused: boo
 
 REFERENCE = _backend("reference", h2o_core, h2o_core, h2o_rope, fused=False)
 METAL = _backend("metal", attention, eviction, rotation, fused=True)
-NAMES = ("auto", "reference", "metal")
+CUDA = METAL._replace(name="cuda")  # the same kernels: what builds them knows where it is
+NAMES = ("auto", "reference", "metal", "cuda")
 
 
 def backend_of(name: str) -> Backend:
     """Find a back end by its name.
 
     Args:
-        name: ``"reference"``: mlx's own operations, on any device. ``"metal"``: kernels. ``"auto"``: kernels where mlx
-            has Metal and puts new work there, else the reference.
+        name: ``"reference"``: mlx's own operations, on any device. ``"metal"``, ``"cuda"``: kernels. ``"auto"``:
+            kernels where mlx has Metal or CUDA and puts new work there, else the reference.
 
     Raises:
         ValueError: There is none of this name, or it can't run here.
@@ -47,12 +48,13 @@ def backend_of(name: str) -> Backend:
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if name == "auto":
-        return METAL if on_metal() else REFERENCE
+        return METAL if on_metal() else CUDA if on_cuda() else REFERENCE
     if name == "reference":
         return REFERENCE
-    if not (mx.metal.is_available() or kernel.builder):
+    try:
+        kernel.require(name)
+    except RuntimeError as error:
         raise ValueError(
-            'backend="metal" needs Metal, which mlx does not find on this machine: use "auto", which takes what there '
-            'is, or "reference"'
-        )
-    return METAL
+            f'backend="{name}" can\'t run here: {error}; "auto" takes what there is, or use "reference"'
+        ) from error
+    return METAL if name == "metal" else CUDA

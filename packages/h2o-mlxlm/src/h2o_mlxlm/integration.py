@@ -60,7 +60,7 @@ def make_prompt_cache(
         config: What each layer keeps, or a list with one configuration for each layer that gets an H2O cache,
             lowest first; see ``pyramid``.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``; see ``backend_of``.
+        backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
         heads: ``"equal"``: each head keeps ``budget`` tokens. ``"adaptive"``: so many on average, more in heads that
             look at more; see ``AdaptiveH2OKVCache``, which the layers then get.
 

@@ -151,9 +151,9 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        choices=["auto", "reference", "metal"],
+        choices=["auto", "reference", "metal", "cuda"],
         default="auto",
-        help="Whose code does the work (%(default)s: Metal kernels where they run)",
+        help="Whose code does the work (%(default)s: kernels where there is Metal or CUDA)",
     )
 
 
