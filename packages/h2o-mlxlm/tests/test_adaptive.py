@@ -170,9 +170,11 @@ def test_what_it_cannot_do_it_says(model):
     with pytest.raises(ValueError, match=r"can't be quantised \(asked for kv_bits=4\)"):
         list(generate_step(tokens(9), model, prompt_cache=caches, kv_bits=4, quantized_kv_start=0))
     model(tokens(1, 9), cache=caches)
-    with pytest.raises(ValueError, match=r"it holds \(1, 2\), the call brings \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"it holds \(1, 2, 16, 16, .*, the call brings \(2, 2, 16, 16,"):
         model(tokens(2, 9), cache=caches)
     row = mx.zeros((1, 2, 30, 16))
+    with pytest.raises(ValueError, match=r"float32\), the call brings .*float16, .*float32\)"):
+        caches[1].update_and_fetch(row.astype(mx.float16), row)
     caches[1].update_and_fetch(row, row)
     with pytest.raises(RuntimeError, match="never got its attention reported"):
         caches[1].update_and_fetch(row, row)

@@ -66,11 +66,8 @@ class AdaptiveH2OKVCache(_BaseCache):  # type: ignore[misc]
         batch, n_heads, n, _ = keys.shape
         if self.empty():
             self.heads = [[HeadCache(self.config, backend=self.backend) for _ in range(n_heads)] for _ in range(batch)]
-        if (batch, n_heads) != self._shape:
-            raise ValueError(
-                f"keys of one cache keep batch and heads: it holds {self._shape}, the call brings {(batch, n_heads)}; "
-                "make a fresh cache with make_prompt_cache"
-            )
+        else:
+            self._check(keys, values)
         self._roomy = any(head.loses_several(n) for head in self._all)
         for i, row in enumerate(self.heads):
             for h, head in enumerate(row):
@@ -187,6 +184,16 @@ class AdaptiveH2OKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def _all(self) -> list[HeadCache]:
         return list(chain(*self.heads))
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        """Refuse a call that contradicts the ones before it, while nothing has changed."""
+        was = (*self._shape, *self.heads[0][0].kind)
+        now = (*keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, values.dtype)
+        if was != now:
+            raise ValueError(
+                f"keys and values of one cache keep batch, heads, widths and dtypes: it holds {was}, the call brings "
+                f"{now}; make a fresh cache with make_prompt_cache"
+            )
 
     def _end_call(self) -> None:
         """Give out the layer's places, if the last call left more rows than there are."""

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import mlx.core as mx
+
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.slots import evicted
 
@@ -13,6 +15,12 @@ class HeadCache(H2OKVCache):
     def held(self) -> int:
         """Rows once the last call has ended."""
         return self._counts[0].kept
+
+    @property
+    def kind(self) -> tuple[int, int, mx.Dtype, mx.Dtype]:
+        """Widths and dtypes of its keys and values."""
+        keys, values, _ = self._live()
+        return keys.shape[3], values.shape[3], keys.dtype, values.dtype
 
     def loses_several(self, n_tokens: int) -> bool:
         """Say whether more than one row would go at the end of a call of so many tokens."""
