@@ -46,6 +46,14 @@ def scaled_dot_product_attention(
             f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
             "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
+    outs = [_attended(cache, *part, scale, sinks) for part in cache.parts(queries, keys, values)]
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+
+def _attended(
+    cache: H2OKVCache, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Attend with the queries of the cache's open call and report the mass."""
     stepped = cache.step(queries, keys, values, scale, sinks)
     if stepped is not None:
         return stepped

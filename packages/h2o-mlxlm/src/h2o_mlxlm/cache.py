@@ -13,15 +13,15 @@ from mlx_lm.models.cache import _BaseCache
 
 from h2o_core import H2OConfig, H2OState
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
+from h2o_mlxlm.rewind import Rewind
 from h2o_mlxlm.slots import Slots
 from h2o_rope import Rotation
 
 
-class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
+class H2OKVCache(Rewind, _BaseCache):  # type: ignore[misc]
     """Keep at most ``budget`` tokens per KV head: one layer's cache.
 
     Its sequences have equal lengths, until mlx_lm batches it (see ``Batch``). How a call goes, see ``Calls``.
@@ -87,7 +87,7 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(keys=value)
+        self._slots, self._newest = self._live()._replace(keys=value), ()
 
     @property
     def values(self) -> mx.array | None:
@@ -96,7 +96,7 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
 
     @values.setter
     def values(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(values=value)
+        self._slots, self._newest = self._live()._replace(values=value), ()
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -125,17 +125,6 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         self._batched, to_come = scalars["batched"], scalars["to_come"]
         self._to_come = None if to_come is None else tuple(to_come)
         self._count(tuple(Count(*count) for count in scalars["counts"]))
-
-    def is_trimmable(self) -> bool:
-        """Say no: what has been evicted can't come back."""
-        return False
-
-    def trim(self, n: int) -> NoReturn:
-        """Refuse: what has been evicted can't come back."""
-        raise ValueError(
-            f"an H2O cache can't be trimmed (asked for {n} tokens): evicted rows can't come back; "
-            "start from a fresh cache, or from a copy made earlier"
-        )
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
         """Refuse: rows are stored as the model makes them."""

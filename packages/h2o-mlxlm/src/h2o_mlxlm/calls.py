@@ -3,6 +3,7 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, and both come from the back end.
 """
 
+from abc import abstractmethod
 from typing import Literal
 
 import mlx.core as mx
@@ -11,9 +12,21 @@ from h2o_core import Mass
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
-from h2o_mlxlm.counts import Call, Counts, called
+from h2o_mlxlm.counts import Call, Counts, Part, called
 from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
-from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, rows_at, scored, turned, written
+from h2o_mlxlm.slots import (
+    Overwritten,
+    Slots,
+    appended,
+    capacity,
+    none_yet,
+    packed,
+    ranks,
+    rows_at,
+    scored,
+    turned,
+    written,
+)
 from h2o_rope import Rotation
 
 
@@ -44,12 +57,17 @@ class Calls(Batch):
         self._free = None  # an empty slot of each head, if ``step`` has left one
         self._mass: Mass | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @abstractmethod
+    def _remember(self, old: Overwritten, counts: Counts) -> None:
+        """Remember a token that has just come, for it may be taken back."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
         """Give the new rows slots and return what the call attends to.
 
         Args:
             keys: New keys [B, H, N, D], rotated at ``offset``.
             values: New values [B, H, N, Dv].
+            part: What they are a part of, where a call comes in parts; see ``Rewind``.
 
         Returns:
             Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.
@@ -59,20 +77,24 @@ class Calls(Batch):
             RuntimeError: The call before this one was never reported to ``observe``.
         """
         n = keys.shape[2]
-        call, to_come = called(self.config, self._counts, n, self._to_come)
+        call, to_come = called(self.config, self._counts, n, self._to_come, part)
         mass = self._mass if n == 1 and call.lengths is None and self._in_steady_decode() else None
         if mass is None:
             self._end_call()
         check_call(self.config, call, self._slots, keys, values, self._batched)
         if self.rotation is not None and any(c.rolling for c in call.before):
-            places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
+            first = [c.place + ahead for c, ahead in zip(call.before, call.ahead, strict=True)]
+            places = per_sequence(first) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values) if self._slots is None else self._slots
         if mass is not None:
             self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
         elif n == 1:
             lengths = lengths_of(call.lengths)
-            self._slots = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
+            keep = self.config.rewind > 0
+            self._slots, old = written(slots, keys, values, call.most, self.config.budget, lengths, self._free, keep)
+            if old is not None:
+                self._remember(old, call.before)
         else:
             self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
         self._call, self._open, self._to_come, self._free = call, n, to_come, None
@@ -95,8 +117,11 @@ class Calls(Batch):
         keys, values, state = slots
         rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
         if self.rotation is not None and any(rolling):
-            places = self._places(slots, call, shown)
-            keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown), keys)
+            places, ahead = self._places(slots, call, shown), (0,) if call is None else call.ahead
+            if any(ahead):
+                # As far ahead as the queries are: distances are what counts.
+                places = places + per_sequence(ahead)
+            keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown + max(ahead)), keys)
         if not self._whole:
             keys, values = keys[:, :, :shown], values[:, :, :shown]
         # Decode evaluates logits alone: tie the state to them, or it piles up as a graph.
@@ -180,12 +205,14 @@ class Calls(Batch):
         """Say whether the back end can take the call in one launch: at most one row of a head has to go."""
         if not self.backend.fused or call.n_tokens > 1 or call.lengths is not None or any(call.turning):
             return False
+        if any(c.holding for c in call.after):
+            return False
         return self.config.queries == "true" and capacity(self._live()) <= self.config.budget + 1
 
     def _in_steady_decode(self) -> bool:
         """Say whether the open call has one token, fills every slot and will leave one empty, by the reference."""
         call, width = self._call, self.config.budget + 1
-        if self.backend.name != "reference":
+        if self.backend.name != "reference" or self.config.rewind:
             return False
         if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
             return False

@@ -15,6 +15,7 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.speculative import place_check
 from h2o_rope import Rotation, rotation_of
 
 # Models that take a row's place in the cache for its position, with any configuration.
@@ -72,6 +73,9 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
         )
     if config.positions != "original":
         _check_moving(model, config.positions)
+    if config.rewind:
+        _check_rewind(model, config.rewind, own, ours)
+    place_check()
     layers = _layers_of(model, own)
     if config.positions == "auto" and config.trained_length is None:
         config = replace(config, trained_length=_trained_length(model))
@@ -163,6 +167,21 @@ def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: b
         raise ValueError(
             f"some layers of {_name(model)} keep {', '.join(sorted(others))}, which H2O can't bound: "
             "pass partial=True to bound the other layers and leave these as they are"
+        )
+
+
+def _check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool]) -> None:
+    """Refuse models of which some layer could not take a token back, or not the same one as the others."""
+    if len(own) != len(model.layers):
+        raise ValueError(
+            f"rewind={rewind} needs a cache for each layer, but {_name(model)} has {len(own)} caches for "
+            f"{len(model.layers)} layers: use rewind=0 with this model"
+        )
+    if not all(ours):
+        others = sorted({type(c).__name__ for c, mine in zip(own, ours, strict=True) if not mine})
+        raise ValueError(
+            f"rewind={rewind} needs every layer to take tokens back, but some layers of {_name(model)} keep "
+            f"{', '.join(others)}, which can't once it is full: use rewind=0 with this model"
         )
 
 

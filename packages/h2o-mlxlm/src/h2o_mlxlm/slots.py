@@ -24,6 +24,15 @@ class Slots(NamedTuple):
     state: H2OState
 
 
+class Overwritten(NamedTuple):
+    """What one token's rows took the place of: enough to put everything back as it was."""
+
+    state: H2OState  # of all slots, before the token came
+    slot: mx.array  # where its rows went, [B, H, 1]
+    keys: mx.array  # what was there, [B, H, 1, D]
+    values: mx.array  # [B, H, 1, Dv]
+
+
 def none_yet(keys: mx.array, values: mx.array) -> Slots:
     """Make slots, none so far, for rows like these."""
     return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2]))
@@ -56,7 +65,8 @@ def written(
     budget: int,
     lengths: mx.array | None = None,
     free: mx.array | None = None,
-) -> Slots:
+    keep: bool = False,
+) -> tuple[Slots, Overwritten | None]:
     """Put one token's rows into an empty slot, of which more are made if there is none.
 
     Args:
@@ -67,12 +77,27 @@ def written(
         budget: There are no more than budget + 1 slots, but where the budget does not apply yet.
         lengths: int32 [B], 0 for a sequence whose token is padding: it leaves its slot empty. None if all are real.
         free: An empty slot of each head [B, H, 1], where it is known.
+        keep: Keep what is overwritten.
+
+    Returns:
+        The slots, and what was overwritten if it is to be kept.
     """
     if capacity(slots) == n_rows:
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = widened(slots, n_rows + more)
     state, where = _admitted(slots.state, free) if lengths is None else admit(slots.state, 1, lengths)
-    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+    old = None
+    if keep:
+        old = Overwritten(slots.state, where, rows_at(slots.keys, where), rows_at(slots.values, where))
+        # Read before it is written: or both buffers would be needed twice.
+        keys, values = mx.depends([keys, values], [old.keys, old.values])
+    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state), old
+
+
+def restored(slots: Slots, old: Overwritten) -> Slots:
+    """Undo ``written``: the rows it overwrote and the state it found, in as many slots as there are now."""
+    keys, values = _put(slots.keys, old.slot, old.keys), _put(slots.values, old.slot, old.values)
+    return Slots(keys, values, grow(old.state, slots.keys.shape[2]))
 
 
 def turned(config: H2OConfig, slots: Slots, mass: Mass, keys: mx.array, values: mx.array) -> Slots:

@@ -1,0 +1,162 @@
+"""Taking back the newest tokens: what a cache remembers of each, and how it returns to the time before it."""
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from h2o_mlxlm.calls import Calls
+from h2o_mlxlm.checks import check_call, check_unchanged, raise_ended, raise_unreported
+from h2o_mlxlm.counts import Count, Counts, Part, called
+from h2o_mlxlm.slots import Overwritten, Slots, restored
+
+
+class Newest(NamedTuple):
+    """A token that can be taken back."""
+
+    old: Overwritten
+    counts: Counts  # before it came
+    # Keys and values of all slots before the end of its call moved rows (the end of a held prompt, keys that begin
+    # to roll): None at most times, when its call moved none.
+    rows: tuple[mx.array, mx.array] | None = None
+
+
+class Rewind(Calls):
+    """A cache that remembers its newest tokens, ``rewind`` of them at most; with ``rewind=0`` nothing here happens.
+
+    A call of several tokens waits for its attention, which takes it in parts: all but the last ``rewind`` tokens
+    together, if there are more, and then each by itself, as if they were calls of their own. So whatever the calls
+    were, the newest tokens came one by one.
+
+    It forgets what came before such a first part, before the cache was loaded, and before it joined or left a batch.
+    What one token takes, per layer, with C slots and no moved rows:
+
+        B H (12 C + 4 + (D + Dv) item) + 4 B bytes
+
+    for the scores, totals and positions of all slots, the token's slot, the row that it overwrote, and tokens seen.
+    """
+
+    _newest: tuple[Newest, ...]  # the last is the newest
+    _waiting: tuple[mx.array, mx.array] | None  # keys and values of a call of which parts are to come
+
+    def _begin(self, counts: Counts) -> None:
+        super()._begin(counts)
+        self._newest, self._waiting = (), None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
+        """See ``Calls``; where the call waits for its attention, return what came, for ``parts``."""
+        n = keys.shape[2]
+        if not self.config.rewind or n == 1 or part is not None:
+            if n > 1:
+                self._newest = ()
+            return super().update_and_fetch(keys, values, part)
+        self._end_call()
+        call, _ = called(self.config, self._counts, n)
+        check_call(self.config, call, self._slots, keys, values, self._batched)
+        self._waiting = keys, values
+        return keys, values
+
+    def parts(
+        self, queries: mx.array, keys: mx.array, values: mx.array
+    ) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+        """Go through the call: all of it, or the parts of one that waits, each of which is to be attended to.
+
+        Args:
+            queries: [B, Hq, N, D].
+            keys: What ``update_and_fetch`` returned.
+            values: Likewise.
+
+        Yields:
+            Queries, keys and values of a part.
+
+        Raises:
+            RuntimeError: The parts have been taken in already.
+            ValueError: Keys or values are not those that wait.
+        """
+        n, waiting = queries.shape[2], self._waiting
+        if waiting is None:
+            if self.config.rewind and n != self._last_call().n_tokens:
+                raise_ended()
+            yield queries, keys, values
+            return
+        check_unchanged(self.config, (keys, values), waiting)
+        places = [c.place for c in self._counts]
+        for start, stop in pairwise(sorted({0, *range(max(n - self.config.rewind, 0), n + 1)})):
+            self._waiting = None
+            part = Part(n, tuple([place + start for place in places]))
+            shown = self.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop], part)
+            # Whatever interrupts it before the last part, the call has not been attended to.
+            self._waiting = waiting if stop < n else None
+            yield queries[:, :, start:stop], *shown
+
+    def is_trimmable(self) -> bool:
+        """Say whether tokens can be taken back at all: ``trim`` says how many."""
+        return self.config.rewind > 0
+
+    def trim(self, n: int) -> int:
+        """Take back the newest n tokens: scores, positions, rows and counts as if they had never been seen.
+
+        Returns:
+            n.
+
+        Raises:
+            TypeError: ``n`` is no integer.
+            ValueError: The cache does not remember so many; it stays as it was.
+        """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"trim takes an integer number of tokens, got {n!r}")
+        if not self.config.rewind:
+            raise ValueError(
+                f"an H2O cache with rewind=0 can't be trimmed (asked for {n} tokens): evicted rows can't come back; "
+                f"make it with H2OConfig(rewind={max(n, 1)}), or start from a fresh cache or a copy made earlier"
+            )
+        if not 0 <= n <= len(self._newest):
+            raise ValueError(
+                f"this cache can take back from 0 to {len(self._newest)} tokens now, got {n}: it remembers the newest "
+                f"rewind={self.config.rewind} at most, of those that came since it was made or loaded and since it "
+                "joined or left a batch; raise rewind, or start from a fresh cache or a copy made earlier"
+            )
+        if n:
+            self._take_back(n)
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions, offsets, newest tokens."""
+        held = super().nbytes
+        kept = [(*token.old.state, *token.old[1:], *(token.rows or ())) for token in self._newest]
+        return held + sum(int(x.nbytes) for arrays in kept for x in arrays)
+
+    def _take_back(self, n: int) -> None:
+        self._end_call()
+        slots, taken = self._slots, self._newest[-n:]
+        for token in reversed(taken):
+            if slots is not None:
+                slots = restored(slots if token.rows is None else Slots(*token.rows, slots.state), token.old)
+        self._newest = self._newest[:-n]
+        # As long as nothing has been seen, any heads, widths and dtype may come.
+        self._slots = slots if any(c.seen for c in taken[0].counts) else None
+        self._call, self._free, self._ranks = None, None, None
+        self._count(taken[0].counts)
+        if self._slots is not None:
+            # Or they would be left over for another thread, which can't evaluate them.
+            mx.async_eval(self._slots)
+
+    def _remember(self, old: Overwritten, counts: Counts) -> None:
+        """Remember a token that has just come."""
+        self._newest = (*self._newest, Newest(old, counts))[-self.config.rewind :]
+
+    def _end_call(self) -> None:
+        if self._waiting is not None:
+            raise_unreported()
+        before = self._slots
+        super()._end_call()
+        after = self._slots
+        # Only where the end of the newest token's call has moved rows: there is no call to end after other changes.
+        if self._newest and before is not None and after is not None and after.keys is not before.keys:
+            self._newest = (*self._newest[:-1], self._newest[-1]._replace(rows=before[:2]))
+
+    def _become(self, counts: Iterable[Count]) -> None:
+        super()._become(counts)
+        self._newest = ()
