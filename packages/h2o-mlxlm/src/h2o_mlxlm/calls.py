@@ -33,7 +33,7 @@ from h2o_rope import Rotation
 class Calls(Batch):
     """Cache calls, one after the other.
 
-    A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``,
+    A call is open from ``_take_in`` until something asks for its outcome: the next call, ``state``,
     ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
     the scores, and the lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts
     in full, and nothing goes before it has been attended to. Only ``step`` ends a call by itself.
@@ -61,13 +61,13 @@ class Calls(Batch):
     def _remember(self, old: Overwritten, counts: Counts) -> None:
         """Remember a token that has just come, for it may be taken back."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
-        """Give the new rows slots and return what the call attends to.
+    def _take_in(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
+        """Give the rows of a call, or of a part of one, slots and return what it attends to.
 
         Args:
             keys: New keys [B, H, N, D], rotated at ``offset``.
             values: New values [B, H, N, Dv].
-            part: What they are a part of, where a call comes in parts; see ``Rewind``.
+            part: What they are a part of; None if they are the whole call.
 
         Returns:
             Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.

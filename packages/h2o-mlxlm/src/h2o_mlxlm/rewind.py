@@ -44,15 +44,25 @@ class Rewind(Calls):
         super()._begin(counts)
         self._newest, self._waiting = (), None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
-        """See ``Calls``; where the call waits for its attention, return what came, for ``parts``."""
-        n = keys.shape[2]
-        if not self.config.rewind or n == 1 or part is not None:
-            if n > 1:
-                self._newest = ()
-            return super().update_and_fetch(keys, values, part)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Give the new rows slots and return what the call attends to.
+
+        Args:
+            keys: New keys [B, H, N, D], rotated at ``offset``.
+            values: New values [B, H, N, Dv].
+
+        Returns:
+            Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1. Where the call waits
+            for its attention, the new ones, for ``parts``.
+
+        Raises:
+            ValueError: Batch, heads, width or dtype differ from the calls before.
+            RuntimeError: The call before this one was never reported to ``observe``.
+        """
+        if not self.config.rewind or keys.shape[2] == 1:
+            return self._take_in(keys, values)
         self._end_call()
-        call, _ = called(self.config, self._counts, n)
+        call, _ = called(self.config, self._counts, keys.shape[2])
         check_call(self.config, call, self._slots, keys, values, self._batched)
         self._waiting = keys, values
         return keys, values
@@ -84,8 +94,9 @@ class Rewind(Calls):
         places = [c.place for c in self._counts]
         for start, stop in pairwise(sorted({0, *range(max(n - self.config.rewind, 0), n + 1)})):
             self._waiting = None
+            self._newest = self._newest if stop - start == 1 else ()
             part = Part(n, tuple([place + start for place in places]))
-            shown = self.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop], part)
+            shown = self._take_in(keys[:, :, start:stop], values[:, :, start:stop], part)
             # Whatever interrupts it before the last part, the call has not been attended to.
             self._waiting = waiting if stop < n else None
             yield queries[:, :, start:stop], *shown

@@ -13,8 +13,6 @@ REFUSED = {
     "--kv-bits": "rows are stored as the model makes them; lower --budget to save memory",
     "--kv-group-size": "rows are stored as the model makes them; lower --budget to save memory",
     "--quantized-kv-start": "rows are stored as the model makes them; lower --budget to save memory",
-    "--draft-model": "evicted rows can't be rewound",
-    "--num-draft-tokens": "evicted rows can't be rewound",
     "--prompt-cache-file": "saved caches hold no scores; send the prompt again",
     "--image": "prompts are text",
     "--quantize-activations": "weights are used as they are stored",
@@ -128,6 +126,11 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Hold the whole prompt until its last token",
     )
     add(
+        "--rewind",
+        type=int,
+        help="Newest tokens that can be taken back, for a draft model (its --num-draft-tokens; 0 without one)",
+    )
+    add(
         "--backend",
         choices=["auto", "reference", "metal"],
         default="auto",
@@ -147,4 +150,12 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         positions=args.positions,
         trained_length=args.trained_length,
         evict_during_prefill=not args.no_evict_during_prefill,
+        rewind=rewind_from(args),
     )
+
+
+def rewind_from(args: argparse.Namespace) -> int:
+    """Say how many tokens are to be taken back: as many as are drafted at a time, unless the flags say."""
+    if args.rewind is not None:
+        return int(args.rewind)
+    return args.num_draft_tokens if getattr(args, "draft_model", None) else 0

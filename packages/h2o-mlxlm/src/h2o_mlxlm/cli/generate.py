@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from h2o_core import H2OConfig
-from h2o_core.config import MOST_TOKENS
-from h2o_mlxlm.cli import flags
+from h2o_core.config import MOST_TOKENS, Queries
+from h2o_mlxlm.cli import drafting, flags
 from h2o_mlxlm.cli.loading import loaded
 
 _INFINITY = float("inf")
@@ -57,6 +57,7 @@ def add_to(commands: Any) -> None:
     )
     add("--json", action="store_true", help="Print one JSON object and nothing else")
     flags.add_cache_flags(parser)
+    drafting.add_flags(parser)
     flags.add_refused(parser)
     parser.set_defaults(run=run)
 
@@ -65,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
     from h2o_mlxlm.backend import backend_of
 
+    # Before the model is loaded, for that takes time.
+    drafting.check(args)
     if not isinstance(args.budget, float):
-        # Before the model is loaded, for that takes time.
         flags.config_from(args, args.budget)
     backend_of(args.backend)
     text = _prompt_text(args)
@@ -79,10 +81,13 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+    draft_model = drafting.load(args, tokenizer)
+    tokens = args.budget
+    if isinstance(tokens, float):
+        tokens = tokens_in(model, tokens, flags.rewind_from(args), draft_model)
     config = flags.config_from(args, tokens)
     prompt = _encode(args, tokenizer, text)
-    report = _generate(args, model, tokenizer, prompt, config)
+    report = _generate(args, model, draft_model, tokenizer, prompt, config)
     if args.json:
         print(json.dumps(report))
     elif not args.verbose:
@@ -90,29 +95,40 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tokens_in(model: Any, n_bytes: float) -> int:
-    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+def tokens_in(model: Any, n_bytes: float, rewind: int = 0, draft_model: Any = None) -> int:
+    """Find the largest budget whose caches fit into so many bytes, the empty slot and tokens to take back included.
+
+    Args:
+        model: The model.
+        n_bytes: For the caches of the model and of the draft model, which have equal budgets.
+        rewind: Of the configuration.
+        draft_model: One that drafts for the model, if any does.
 
     Raises:
         ValueError: Not one token fits.
     """
+    # Full caches grow by a slot with each token of the budget: two of them show a slot's size and what is on top.
+    models = [model] if draft_model is None else [model, draft_model]
+    sizes = [sum(_full(m, budget, rewind) for m in models) for budget in (8, 9)]
+    slot = sizes[1] - sizes[0]
+    fixed = sizes[0] - 8 * slot
+    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot)
+    if tokens < 1:
+        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {slot + fixed} bytes here")
+    return tokens
+
+
+def _full(model: Any, budget: int, rewind: int) -> int:
+    """Bytes of a model's caches that have seen more than they keep and take back."""
     import mlx.core as mx
 
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.integration import make_prompt_cache
 
-    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
-    sizes = []
-    for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
-        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
-    slot = sizes[1] - sizes[0]
-    fixed = sizes[0] - 2 * slot
-    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
-    if tokens < 1:
-        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
-    return tokens
+    queries: Queries = "true" if rewind else "key"
+    caches = make_prompt_cache(model, H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind))
+    mx.eval(model(mx.zeros((1, budget + rewind + 2), mx.int32), cache=caches))
+    return sum(c.nbytes for c in caches if isinstance(c, H2OKVCache))
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -153,7 +169,7 @@ def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
 
 
 def _generate(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], config: H2OConfig
+    args: argparse.Namespace, model: Any, draft_model: Any, tokenizer: Any, prompt: list[int], config: H2OConfig
 ) -> dict[str, Any]:
     """Stream the text and say what it took."""
     import mlx.core as mx
@@ -175,10 +191,16 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    caches = make_prompt_cache(model, config, backend=args.backend)
+    caches, settings = make_prompt_cache(model, config, backend=args.backend), {}
+    if draft_model is not None:
+        caches += make_prompt_cache(draft_model, config, backend=args.backend)
+        settings = {"draft_model": draft_model, "num_draft_tokens": args.num_draft_tokens}
     pieces: list[str] = []
     response: Any = None
-    with _Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
+    accepted = 0
+    # While two models read it, mlx_lm does not say how far they are.
+    shown = args.verbose and draft_model is None and len(prompt) > args.prefill_step_size
+    with _Progress(len(prompt), show=shown) as progress:
         for response in stream_generate(
             model,
             tokenizer,
@@ -188,8 +210,10 @@ def _generate(
             prefill_step_size=args.prefill_step_size,
             prompt_cache=caches,
             prompt_progress_callback=progress,
+            **settings,
         ):
             pieces.append(response.text)
+            accepted += response.from_draft
             if args.verbose:
                 print(response.text, end="", flush=True)
     ours = [c for c in caches if isinstance(c, H2OKVCache)]
@@ -197,6 +221,7 @@ def _generate(
         "text": "".join(pieces),
         "prompt_tokens": len(prompt),
         "generated_tokens": response.generation_tokens,
+        "accepted_tokens": accepted,
         "kept_tokens": ours[0].tokens_kept,
         "evictions": ours[0].evictions,
         "cache_bytes": sum(c.nbytes for c in caches),
@@ -212,7 +237,8 @@ def _generate(
 def _summary(report: dict[str, Any], response: Any) -> str:
     return (
         f"prompt {report['prompt_tokens']} tokens at {response.prompt_tps:.1f} per second, "
-        f"generated {report['generated_tokens']} at {response.generation_tps:.1f}; "
+        f"generated {report['generated_tokens']} at {response.generation_tps:.1f}, "
+        f"{report['accepted_tokens']} of them drafted; "
         f"kept {report['kept_tokens']} per head, evicted {report['evictions']}; "
         f"cache {report['cache_bytes'] / 1e6:.2f} MB, full cache {report['full_cache_bytes'] / 1e6:.2f} MB"
     )
