@@ -1,6 +1,7 @@
 """Taking tokens back: as if they had never been seen, or an error that says why not."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import mlx.core as mx
@@ -84,7 +85,7 @@ def started(start, config, backend):
     return H2OKVCache.merge(alone)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=45, derandomize=True)
 @given(
     calls=st.lists(CALLS, min_size=1, max_size=14),
     name=st.sampled_from(list(CHANGES)),
@@ -125,7 +126,7 @@ class Oracle(Head):
         return out
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(deadline=None, max_examples=18, derandomize=True)
 @given(
     calls=st.lists(st.tuples(st.integers(1, 16), st.integers(0, R)), min_size=2, max_size=10),
     budget=st.integers(6, 14),
@@ -173,7 +174,9 @@ def test_it_is_the_oracle_that_goes_back_to_a_copy(calls, budget, rewind, decay,
             assert ours.kept_positions[0, h].tolist() == sorted(held)
             for name in ("score", "total"):
                 found = getattr(ours, name + "s")[0, h].tolist()
-                assert all(close(x, getattr(held[p], name), tolerance) for p, x in zip(sorted(held), found, strict=True))
+                assert all(
+                    close(x, getattr(held[p], name), tolerance) for p, x in zip(sorted(held), found, strict=True)
+                )
 
 
 @pytest.mark.parametrize("positions", ["rolling", "auto"])
@@ -275,12 +278,40 @@ def test_what_it_has_forgotten_can_not_be_taken_back_but_what_comes_can(way):
     call(cache, rows(0, 20))
     other = FORGETS[way](cache)
     assert other.is_trimmable()
-    with pytest.raises(ValueError, match="from 0 to 0 tokens now, got 1.*made or loaded and since it joined or left"):
+    with pytest.raises(ValueError, match=r"from 0 to 0 tokens now, got 1.*made or loaded and since it joined or left"):
         other.trim(1)
     before, batch = everything(other), other.keys.shape[0]
     call(other, rows(1, 2, batch))
     assert other.trim(2) == 2
     assert everything(other) == before
+
+
+@pytest.mark.parametrize("name", ["plain", "held", "auto"])
+@pytest.mark.parametrize("backend", [REFERENCE, FUSED], ids=lambda b: b.name)
+@pytest.mark.parametrize("back", [0, 2])
+def test_nothing_is_left_over_for_another_thread(name, backend, back):
+    """An unevaluated array can be evaluated by the thread that made it alone."""
+    cache, other = (fresh(config(**CHANGES[name]), backend) for _ in range(2))
+    for c in (cache, other):
+        mx.eval(call(c, rows(0, 36)), c.state)
+        mx.eval(call(c, rows(1, 3)))
+        c.trim(back)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: mx.eval(call(cache, rows(2, 3)), cache.state)).result()
+    call(other, rows(2, 3))
+    assert cache.evictions > 20
+    assert everything(cache) == everything(other)
+
+
+def test_attention_after_tokens_were_taken_back_is_refused():
+    cache = fresh()
+    call(cache, rows(0, 20))
+    q, k, v = rows(1, 1)
+    shown = cache.update_and_fetch(k, v)
+    scaled_dot_product_attention(q, *shown, cache, SCALE, None)
+    cache.trim(1)
+    with pytest.raises(RuntimeError, match="whose call has ended"):
+        scaled_dot_product_attention(q, *shown, cache, SCALE, None)
 
 
 def test_a_copy_remembers_for_itself():
@@ -362,10 +393,11 @@ def test_its_bytes_are_the_formulas(batch, dtype):
     for cache in (plain, ours):
         for i, n in enumerate([40, 3, 1]):
             call(cache, rows(i, n, batch, dtype))
-    of_one = batch * H * (12 * 25 + 4 + 2 * D * dtype.size) + 4 * batch
-    assert ours.nbytes - plain.nbytes == R * of_one
+    row = batch * H * (4 + 2 * D * dtype.size)
+    of_one = batch * H * 12 * 25 + 4 * batch + row
+    assert ours.nbytes - plain.nbytes == R * of_one + row
     ours.trim(1)
-    assert ours.nbytes - plain.nbytes == (R - 1) * of_one
+    assert ours.nbytes - plain.nbytes == (R - 1) * of_one + row
 
 
 def test_the_end_of_a_held_prompt_is_in_its_bytes():
@@ -382,7 +414,7 @@ def test_the_end_of_a_held_prompt_is_in_its_bytes():
 def test_the_process_holds_what_nbytes_says(n_tokens, monkeypatch):
     monkeypatch.setitem(VARIANTS, "h2o", VARIANTS["h2o-rewind"])
     in_use, said = memory.held(Shape(2, 2, 64), 64, n_tokens)
-    assert said <= in_use <= said + 40 * memory.KIB
+    assert said <= in_use <= said + memory.KIB
 
 
 def test_a_model_whose_layers_share_a_cache_is_refused(make_model, monkeypatch):

@@ -62,9 +62,7 @@ def _attended(
     out, mass = cache.backend.attend(queries, keys, values, scale, cache.config.decay, shown, lengths, sinks)
     if cache.config.queries == "key":
         return out
-    cache.observe(mass)
-    # Evaluated with the output, so that nothing is left over for another thread, which can't evaluate it.
-    tied: list[mx.array] = mx.depends([out], list(mass))
+    tied: list[mx.array] = mx.depends([out], cache.observe(mass))
     return tied[0]
 
 

@@ -15,7 +15,6 @@ from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, Part, called
 from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
 from h2o_mlxlm.slots import (
-    Overwritten,
     Slots,
     appended,
     capacity,
@@ -58,8 +57,8 @@ class Calls(Batch):
         self._mass: Mass | None = None
 
     @abstractmethod
-    def _remember(self, old: Overwritten, counts: Counts) -> None:
-        """Remember a token that has just come, for it may be taken back."""
+    def _remember(self, before: Slots, slot: mx.array, counts: Counts) -> None:
+        """Remember a token whose rows went to ``slot``, and what was before it: it may be taken back."""
 
     def _take_in(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
         """Give the rows of a call, or of a part of one, slots and return what it attends to.
@@ -91,10 +90,8 @@ class Calls(Batch):
             self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
         elif n == 1:
             lengths = lengths_of(call.lengths)
-            keep = self.config.rewind > 0
-            self._slots, old = written(slots, keys, values, call.most, self.config.budget, lengths, self._free, keep)
-            if old is not None:
-                self._remember(old, call.before)
+            self._slots, where = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
+            self._remember(slots, where, call.before)
         else:
             self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
         self._call, self._open, self._to_come, self._free = call, n, to_come, None
@@ -163,11 +160,15 @@ class Calls(Batch):
         tied: list[mx.array] = mx.depends([out], [*state, victim])
         return tied[0]
 
-    def observe(self, mass: Mass) -> None:
+    def observe(self, mass: Mass) -> list[mx.array]:
         """Take the mass that the open call's attention gave to each row it attended to.
 
         Args:
             mass: Two float32 [B, H, M], made with the configuration's decay.
+
+        Returns:
+            What is to be evaluated with the attention's output, so that nothing is left over for another thread,
+            which can't evaluate it.
 
         Raises:
             RuntimeError: No call is open.
@@ -175,6 +176,7 @@ class Calls(Batch):
         if not self._open:
             raise_ended()
         self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
+        return list(mass)
 
     def _end_call(self) -> None:
         """Score what the open call attended to and let the lowest go."""

@@ -1,25 +1,28 @@
 """Taking back the newest tokens: what a cache remembers of each, and how it returns to the time before it."""
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from h2o_core import H2OState, Mass
 from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.checks import check_call, check_unchanged, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Count, Counts, Part, called
-from h2o_mlxlm.slots import Overwritten, Slots, restored
+from h2o_mlxlm.slots import Row, Slots, restored, vacant
 
 
 class Newest(NamedTuple):
     """A token that can be taken back."""
 
-    old: Overwritten
-    counts: Counts  # before it came
+    state: H2OState  # before it came
+    counts: Counts  # likewise
+    slot: mx.array  # where its rows went, [B, H, 1]
+    gone: Row | None  # what had gone from there; None from an empty slot
     # Keys and values of all slots before the end of its call moved rows (the end of a held prompt, keys that begin
-    # to roll): None at most times, when its call moved none.
-    rows: tuple[mx.array, mx.array] | None = None
+    # to roll). None at most times.
+    moved: tuple[mx.array, mx.array] | None = None
 
 
 class Rewind(Calls):
@@ -38,11 +41,12 @@ class Rewind(Calls):
     """
 
     _newest: tuple[Newest, ...]  # the last is the newest
+    _vacant: Row | None  # where the next token's rows go and what is there still, if a row has gone from there
     _waiting: tuple[mx.array, mx.array] | None  # keys and values of a call of which parts are to come
 
     def _begin(self, counts: Counts) -> None:
         super()._begin(counts)
-        self._newest, self._waiting = (), None
+        self._newest, self._vacant, self._waiting = (), None, None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Give the new rows slots and return what the call attends to.
@@ -94,7 +98,8 @@ class Rewind(Calls):
         places = [c.place for c in self._counts]
         for start, stop in pairwise(sorted({0, *range(max(n - self.config.rewind, 0), n + 1)})):
             self._waiting = None
-            self._newest = self._newest if stop - start == 1 else ()
+            if stop - start > 1:
+                self._newest, self._vacant = (), None
             part = Part(n, tuple([place + start for place in places]))
             shown = self._take_in(keys[:, :, start:stop], values[:, :, start:stop], part)
             # Whatever interrupts it before the last part, the call has not been attended to.
@@ -136,38 +141,81 @@ class Rewind(Calls):
     def nbytes(self) -> int:
         """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions, offsets, newest tokens."""
         held = super().nbytes
-        kept = [(*token.old.state, *token.old[1:], *(token.rows or ())) for token in self._newest]
-        return held + sum(int(x.nbytes) for arrays in kept for x in arrays)
+        kept = [(*token.state, token.slot, *(token.gone or ())[1:], *(token.moved or ())) for token in self._newest]
+        return held + sum(int(x.nbytes) for x in chain(*kept, self._vacant or ()))
 
     def _take_back(self, n: int) -> None:
         self._end_call()
         slots, taken = self._slots, self._newest[-n:]
         for token in reversed(taken):
             if slots is not None:
-                slots = restored(slots if token.rows is None else Slots(*token.rows, slots.state), token.old)
+                slots = slots if token.moved is None else Slots(*token.moved, slots.state)
+                empty = Row(token.slot, *[mx.zeros_like(x[:, :, :1]) for x in slots[:2]])
+                slots = restored(slots, token.state, token.gone or empty)
         self._newest = self._newest[:-n]
         # As long as nothing has been seen, any heads, widths and dtype may come.
         self._slots = slots if any(c.seen for c in taken[0].counts) else None
-        self._call, self._free, self._ranks = None, None, None
+        self._vacant, self._free = taken[0].gone, None if taken[0].gone is None else taken[0].slot
+        self._call, self._ranks = None, None
         self._count(taken[0].counts)
         if self._slots is not None:
             # Or they would be left over for another thread, which can't evaluate them.
             mx.async_eval(self._slots)
 
-    def _remember(self, old: Overwritten, counts: Counts) -> None:
-        """Remember a token that has just come."""
-        self._newest = (*self._newest, Newest(old, counts))[-self.config.rewind :]
+    def _remember(self, before: Slots, slot: mx.array, counts: Counts) -> None:
+        if not self.config.rewind:
+            return
+        new = Newest(before.state, counts, slot, self._vacant)
+        self._newest = (*self._newest, new)[-self.config.rewind :]
+        self._vacant = None
+
+    def observe(self, mass: Mass) -> list[mx.array]:
+        """See ``Calls``; with ``rewind`` end the call, for nobody attends to it again."""
+        due = super().observe(mass)
+        if not self.config.rewind:
+            return due
+        self._close()
+        keys, values, state = self._live()
+        return [*due, keys, values, *state, *(self._vacant or ())]
+
+    def step(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """See ``Calls``."""
+        out = super().step(queries, keys, values, scale, sinks)
+        if out is None or not self.config.rewind:
+            return out
+        self._vacate()
+        tied: list[mx.array] = mx.depends([out], list(self._vacant or ()))
+        return tied[0]
 
     def _end_call(self) -> None:
         if self._waiting is not None:
             raise_unreported()
-        before = self._slots
+        self._close()
+
+    def _close(self) -> None:
+        """End the open call, or the part of one, and keep what leads back."""
+        before, was_open = self._slots, self._open
         super()._end_call()
-        after = self._slots
-        # Only where the end of the newest token's call has moved rows: there is no call to end after other changes.
-        if self._newest and before is not None and after is not None and after.keys is not before.keys:
-            self._newest = (*self._newest[:-1], self._newest[-1]._replace(rows=before[:2]))
+        if before is None or not was_open or not self._newest:
+            return
+        if self._live().keys is before.keys:
+            self._vacate()
+        else:
+            # The call's end has moved rows: no slot leads back to them.
+            self._newest = (*self._newest[:-1], self._newest[-1]._replace(moved=before[:2]))
+
+    def _vacate(self) -> None:
+        """Read the row that has just gone, as long as it is there.
+
+        Now, with the attention that reads it anyway: mlx writes into a buffer in place only if nothing still reads
+        it, so reading the row right before the next token's is written would cost a copy of all rows.
+        """
+        if any(self._last_call().over):
+            self._vacant = vacant(self._live())
+            self._free = self._vacant.slot
 
     def _become(self, counts: Iterable[Count]) -> None:
         super()._become(counts)
-        self._newest = ()
+        self._newest, self._vacant = (), None

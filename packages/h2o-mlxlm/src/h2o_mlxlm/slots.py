@@ -24,12 +24,11 @@ class Slots(NamedTuple):
     state: H2OState
 
 
-class Overwritten(NamedTuple):
-    """What one token's rows took the place of: enough to put everything back as it was."""
+class Row(NamedTuple):
+    """What a slot of each head holds."""
 
-    state: H2OState  # of all slots, before the token came
-    slot: mx.array  # where its rows went, [B, H, 1]
-    keys: mx.array  # what was there, [B, H, 1, D]
+    slot: mx.array  # [B, H, 1]
+    keys: mx.array  # [B, H, 1, D]
     values: mx.array  # [B, H, 1, Dv]
 
 
@@ -65,8 +64,7 @@ def written(
     budget: int,
     lengths: mx.array | None = None,
     free: mx.array | None = None,
-    keep: bool = False,
-) -> tuple[Slots, Overwritten | None]:
+) -> tuple[Slots, mx.array]:
     """Put one token's rows into an empty slot, of which more are made if there is none.
 
     Args:
@@ -77,27 +75,27 @@ def written(
         budget: There are no more than budget + 1 slots, but where the budget does not apply yet.
         lengths: int32 [B], 0 for a sequence whose token is padding: it leaves its slot empty. None if all are real.
         free: An empty slot of each head [B, H, 1], where it is known.
-        keep: Keep what is overwritten.
 
     Returns:
-        The slots, and what was overwritten if it is to be kept.
+        The slots, and which one of each head was taken [B, H, 1].
     """
     if capacity(slots) == n_rows:
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = widened(slots, n_rows + more)
     state, where = _admitted(slots.state, free) if lengths is None else admit(slots.state, 1, lengths)
-    old = None
-    if keep:
-        old = Overwritten(slots.state, where, rows_at(slots.keys, where), rows_at(slots.values, where))
-        # Read before it is written: or both buffers would be needed twice.
-        keys, values = mx.depends([keys, values], [old.keys, old.values])
-    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state), old
+    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state), where
 
 
-def restored(slots: Slots, old: Overwritten) -> Slots:
-    """Undo ``written``: the rows it overwrote and the state it found, in as many slots as there are now."""
-    keys, values = _put(slots.keys, old.slot, old.keys), _put(slots.values, old.slot, old.values)
-    return Slots(keys, values, grow(old.state, slots.keys.shape[2]))
+def vacant(slots: Slots) -> Row:
+    """Read the slot that the next token's rows go to; there is an empty one in every head."""
+    _, where = _admitted(slots.state, None)
+    return Row(where, rows_at(slots.keys, where), rows_at(slots.values, where))
+
+
+def restored(slots: Slots, state: H2OState, row: Row) -> Slots:
+    """Undo ``written``: the state that it found, in as many slots as there are now, and the row it overwrote."""
+    keys, values = _put(slots.keys, row.slot, row.keys), _put(slots.values, row.slot, row.values)
+    return Slots(keys, values, grow(state, slots.keys.shape[2]))
 
 
 def turned(config: H2OConfig, slots: Slots, mass: Mass, keys: mx.array, values: mx.array) -> Slots:
@@ -157,14 +155,17 @@ def scored(
     missing = capacity(slots) - mass.total.shape[-1]
     if missing:
         mass = Mass(*(mx.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in mass))
+    frees_one = over and capacity(slots) == config.budget + 1
     if n_tokens == 1 and lengths is None:
+        if frees_one and backend.name == "reference":
+            return slots._replace(state=_end_one(config)(slots.state, mass))
         state = _observe_one(config)(slots.state, mass)
     else:
         state = observe(config, slots.state, mass, n_tokens, lengths)
     slots = slots._replace(state=state)
     if not over:
         return slots
-    if capacity(slots) == config.budget + 1:
+    if frees_one:
         return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
     state, order = backend.evict(config, slots.state)
     # The state has its empty slot already.
@@ -174,6 +175,17 @@ def scored(
 @lru_cache(maxsize=32)
 def _observe_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
     return mx.compile(partial(observe, config, n_tokens=1))
+
+
+@lru_cache(maxsize=32)
+def _end_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
+    """As in ``turned``, without a next token."""
+
+    def end(state: H2OState, mass: Mass) -> H2OState:
+        state = observe(config, state, mass, 1)
+        return release(config, state, victims(config, state))
+
+    return mx.compile(end)
 
 
 def ranks(slots: Slots, n_rows: int | mx.array, before: mx.array | None = None) -> mx.array:

@@ -26,16 +26,16 @@ class RandomKVCache(H2OKVCache):
         super().__init__(config, scale, rotation)
         self._key = key
 
-    def observe(self, mass: Mass) -> None:
+    def observe(self, mass: Mass) -> list[mx.array]:
         """Put lots in place of the mass, decayed and total [B, H, M]."""
         if self._open and self._mass is not None:
-            return  # layers that share a cache attend to it several times a call
+            return list(mass)  # layers that share a cache attend to it several times a call
         self._key, key = mx.random.split(self._key)
         shape = mass.decayed.shape
         state = self._live().state
         is_new = state.positions[..., : shape[-1]] >= state.seen[:, None, None] - self._open
         lots = mx.where(is_new, mx.random.uniform(shape=shape, key=key), 0.0)
-        super().observe(Mass(lots, lots))
+        return super().observe(Mass(lots, lots))
 
 
 def random_caches(caches: list[Any], seed: int) -> list[Any]:
