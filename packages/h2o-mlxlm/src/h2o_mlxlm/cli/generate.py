@@ -127,7 +127,8 @@ def _full(model: Any, budget: int, rewind: int) -> int:
 
     queries: Queries = "true" if rewind else "key"
     caches = make_prompt_cache(model, H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind))
-    mx.eval(model(mx.zeros((1, budget + rewind + 2), mx.int32), cache=caches))
+    for n in (budget + rewind + 2, 1):
+        mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches if isinstance(c, H2OKVCache))
 
 
