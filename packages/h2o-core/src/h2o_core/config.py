@@ -30,7 +30,7 @@ class H2OConfig:
             rows of a head always sit at consecutive positions right before the next query; ``"auto"``
             original for as long as the model was trained for, then rolling.
         evict_during_prefill: If False nothing is evicted, and the budget does not apply, until the
-            first call of one token has been attended to, as in the paper.
+            first call of one token (of up to ``rewind + 1``) has been attended to, as in the paper.
         trained_length: Positions that the model was trained for, for ``positions="auto"`` alone; None takes
             the model's own. Above ``budget + rewind``.
         rewind: Newest tokens that a cache can take back (``trim``), from 0 to 64, for speculative decoding:

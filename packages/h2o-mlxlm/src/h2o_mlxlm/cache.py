@@ -87,7 +87,8 @@ class H2OKVCache(Rewind, _BaseCache):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
-        self._slots, self._newest = self._live()._replace(keys=value), ()
+        self._slots = self._live()._replace(keys=value)
+        self._forget()
 
     @property
     def values(self) -> mx.array | None:
@@ -96,7 +97,8 @@ class H2OKVCache(Rewind, _BaseCache):  # type: ignore[misc]
 
     @values.setter
     def values(self, value: mx.array) -> None:
-        self._slots, self._newest = self._live()._replace(values=value), ()
+        self._slots = self._live()._replace(values=value)
+        self._forget()
 
     @property
     def state(self) -> tuple[Any, ...]:

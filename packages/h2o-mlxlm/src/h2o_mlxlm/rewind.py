@@ -37,7 +37,10 @@ class Rewind(Calls):
 
         B H (12 C + 4 + (D + Dv) item) + 4 B bytes
 
-    for the scores, totals and positions of all slots, the token's slot, the row that it overwrote, and tokens seen.
+    for the scores, totals and positions of all slots, the token's slot, the row that it overwrote, and tokens seen;
+    and the row that went last is kept until the next token comes. Moved rows (see ``Newest``) are the layer's keys and
+    values once more, until ``rewind`` more tokens have come. A decode step writes in place, as ever; a call of several
+    tokens copies the rows once for each of its last ones, since mlx does not write into what is still being read.
     """
 
     _newest: tuple[Newest, ...]  # the last is the newest
@@ -46,7 +49,8 @@ class Rewind(Calls):
 
     def _begin(self, counts: Counts) -> None:
         super()._begin(counts)
-        self._newest, self._vacant, self._waiting = (), None, None
+        self._waiting = None
+        self._forget()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Give the new rows slots and return what the call attends to.
@@ -99,7 +103,7 @@ class Rewind(Calls):
         for start, stop in pairwise(sorted({0, *range(max(n - self.config.rewind, 0), n + 1)})):
             self._waiting = None
             if stop - start > 1:
-                self._newest, self._vacant = (), None
+                self._forget()
             part = Part(n, tuple([place + start for place in places]))
             shown = self._take_in(keys[:, :, start:stop], values[:, :, start:stop], part)
             # Whatever interrupts it before the last part, the call has not been attended to.
@@ -146,12 +150,11 @@ class Rewind(Calls):
 
     def _take_back(self, n: int) -> None:
         self._end_call()
-        slots, taken = self._slots, self._newest[-n:]
+        slots, taken = self._live(), self._newest[-n:]
         for token in reversed(taken):
-            if slots is not None:
-                slots = slots if token.moved is None else Slots(*token.moved, slots.state)
-                empty = Row(token.slot, *[mx.zeros_like(x[:, :, :1]) for x in slots[:2]])
-                slots = restored(slots, token.state, token.gone or empty)
+            slots = slots if token.moved is None else Slots(*token.moved, slots.state)
+            empty = Row(token.slot, *[mx.zeros_like(x[:, :, :1]) for x in slots[:2]])
+            slots = restored(slots, token.state, token.gone or empty)
         self._newest = self._newest[:-n]
         # As long as nothing has been seen, any heads, widths and dtype may come.
         self._slots = slots if any(c.seen for c in taken[0].counts) else None
@@ -218,4 +221,7 @@ class Rewind(Calls):
 
     def _become(self, counts: Iterable[Count]) -> None:
         super()._become(counts)
+        self._forget()
+
+    def _forget(self) -> None:
         self._newest, self._vacant = (), None
