@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from h2o_core import H2OState, Mass
 from h2o_mlxlm.calls import Calls
-from h2o_mlxlm.checks import check_call, check_unchanged, raise_ended, raise_unreported
+from h2o_mlxlm.checks import check_call, check_unchanged, raise_unreported
 from h2o_mlxlm.counts import Count, Counts, Part, called
 from h2o_mlxlm.slots import Row, Slots, restored, vacant
 
@@ -89,13 +89,10 @@ class Rewind(Calls):
             Queries, keys and values of a part.
 
         Raises:
-            RuntimeError: The parts have been taken in already.
             ValueError: Keys or values are not those that wait.
         """
         n, waiting = queries.shape[2], self._waiting
         if waiting is None:
-            if self.config.rewind and n != self._last_call().n_tokens:
-                raise_ended()
             yield queries, keys, values
             return
         check_unchanged(self.config, (keys, values), waiting)
@@ -159,7 +156,7 @@ class Rewind(Calls):
         # As long as nothing has been seen, any heads, widths and dtype may come.
         self._slots = slots if any(c.seen for c in taken[0].counts) else None
         self._vacant, self._free = taken[0].gone, None if taken[0].gone is None else taken[0].slot
-        self._call, self._ranks = None, None
+        self._ranks = None
         self._count(taken[0].counts)
         if self._slots is not None:
             # Or they would be left over for another thread, which can't evaluate them.
