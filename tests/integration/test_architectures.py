@@ -159,6 +159,18 @@ def test_rolling_positions_work_or_are_refused(arch):
     assert [c.offset for c in ours] == budgets
 
 
+@every
+def test_tokens_that_can_be_taken_back_come_one_by_one_or_are_refused(arch):
+    model = build(arch.name, arch.args)
+    if arch.layers != ALL or not arch.true_queries or len(plain_cache(model)) != len(model.layers):
+        with pytest.raises(ValueError, match=r"rewind=4 needs|rewind needs"):
+            caches(model, arch, rewind=4)
+        return
+    made, ours = caches(model, arch, rewind=4)
+    close(logits(model, made), logits(model, plain_cache(model)))
+    assert {c.trim(4) for c in ours} == {4}
+
+
 @pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if not a.rolling], ids=label)
 def test_rolling_knows_the_models_rotation(arch):
     model = build(arch.name, arch.args)

@@ -26,6 +26,11 @@ from h2o_core import H2OConfig
         ({"trained_length": 4096}, ValueError, 'trained_length is for positions="auto" alone, got 4096'),
         ({"trained_length": 0, "positions": "auto"}, ValueError, "trained_length must be between 1 and"),
         ({"trained_length": 512, "positions": "auto"}, ValueError, "budget=512, trained_length=512"),
+        ({"trained_length": 515, "positions": "auto", "rewind": 3}, ValueError, r"budget \+ rewind must be below"),
+        ({"rewind": -1}, ValueError, "rewind must be between 0 and 64 tokens, got -1"),
+        ({"rewind": 65}, ValueError, "rewind must be between 0 and 64 tokens, got 65"),
+        ({"rewind": True}, TypeError, "rewind must be an integer number of tokens, got True"),
+        ({"rewind": 2, "queries": "key"}, ValueError, 'rewind needs queries="true", got rewind=2.*use rewind=0'),
         ({"evict_during_prefill": 1}, TypeError, "evict_during_prefill must be True or False, got 1"),
     ],
 )

@@ -18,7 +18,15 @@ from h2o_mlxlm.cli import main
 
 SMALL = ["--kv-heads", "2", "--head-dim", "16"]
 RANDOM = ["--random", "1,32,2,1"]
-NARROW = ["full", "recency", "h2o", "h2o-books", "h2o-key", "h2o-rolling"]  # head_dim 16 is too narrow for quantized
+NARROW = [
+    "full",
+    "recency",
+    "h2o",
+    "h2o-books",
+    "h2o-rewind",
+    "h2o-key",
+    "h2o-rolling",
+]  # head_dim 16 is too narrow for quantized
 CIRCUMSTANCES = {"machine", "chip", "device", "date", "versions"}
 
 
@@ -65,7 +73,7 @@ def test_step_fills_every_cache_and_bounded_ones_evict():
     before = {name: c.evictions for name, c in caches.items() if isinstance(c, H2OKVCache)}
     for cache in caches.values():
         layer.call(cache, layer.drawn(shape, 1))
-    assert before.keys() == {"h2o", "h2o-books", "h2o-key", "h2o-rolling"}
+    assert before.keys() == {"h2o", "h2o-books", "h2o-rewind", "h2o-key", "h2o-rolling"}
     assert all(caches[name].evictions == n + 1 for name, n in before.items())
     assert {name: caches[name].size() for name in ("full", "recency")} == {"full": 301, "recency": 32}
     assert caches["quantized"].offset == 301

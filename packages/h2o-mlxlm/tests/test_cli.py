@@ -17,7 +17,8 @@ from h2o_mlxlm.cli import flags, loading, main
 
 SMALL = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--max-tokens", "40"]
 LONG = "hello world " * 20
-COUNTS = ["prompt_tokens", "generated_tokens", "kept_tokens", "evictions", "cache_bytes", "full_cache_bytes"]
+COUNTS = ["prompt_tokens", "generated_tokens", "accepted_tokens", "kept_tokens", "evictions"]
+COUNTS += ["cache_bytes", "full_cache_bytes"]
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,15 @@ def assert_refused(result, *parts):
         (["--budget-shape", "round"], ["--budget-shape", "'round'"]),
         (["--budget-shape", "adaptive", "--queries", "key"], ['heads="adaptive" works with queries=', "got 'key'"]),
         (["--budget-shape", "pyramid", "--budget", "6", "--grace", "1"], ["ratio must be between 1 and 1", "got 3"]),
+        (["--rewind", "-1"], ["rewind must be between 0 and 64 tokens, got -1"]),
+        (["--rewind", "2.5"], ["--rewind", "'2.5'"]),
+        (["--rewind", "2", "--queries", "key"], ['rewind needs queries="true", got rewind=2']),
+        (["--num-draft-tokens", "4"], ["--num-draft-tokens needs --draft-model"]),
+        (["--draft-model", "x", "--num-draft-tokens", "65"], ["--num-draft-tokens", "must be between 1 and 64"]),
+        (["--draft-model", "x", "--rewind", "2"], ["--rewind must be at least --num-draft-tokens", "got 2 and 3"]),
+        (["--draft-model", "x", "--rewind", "0"], ["--rewind must be at least --num-draft-tokens", "got 0 and 3"]),
+        (["--draft-model", "x", "--queries", "key"], ['rewind needs queries="true", got rewind=3']),
+        (["--draft-model", "/no/such/folder"], ["no model folder at /no/such/folder"]),
         (["--queries", "both"], ["--queries", "'both'"]),
         (["--positions", "mixed"], ["--positions", "'mixed'"]),
         (["--temp", "-1"], ["--temp", "must be at least 0, got -1"]),
@@ -180,25 +190,33 @@ def test_a_budget_is_tokens_or_memory(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
-def filled(model, budget, heads):
+def filled(model, budget, heads="equal", rewind=0):
     """Bytes of full caches of that budget."""
-    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0), heads=heads)
+    config = H2OConfig(budget=budget, n_sink=0, grace=0, rewind=rewind)
+    caches = h2o_mlxlm.make_prompt_cache(model, config, heads=heads)
     mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches)
 
 
-@pytest.mark.parametrize("heads", ["equal", "adaptive"])
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
-def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, heads):
+@pytest.mark.parametrize(("heads", "rewind"), [("equal", 0), ("adaptive", 0), ("equal", 3)])
+def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, heads, rewind):
     model = make_model()
-    tokens = loading.tokens_in(model, n_bytes, heads)
-    assert filled(model, tokens, heads) <= n_bytes < filled(model, tokens + 1, heads)
+    tokens = loading.tokens_in([model], n_bytes, heads, rewind)
+    assert filled(model, tokens, heads, rewind) <= n_bytes < filled(model, tokens + 1, heads, rewind)
+
+
+def test_a_memory_budget_is_for_the_draft_models_caches_too(make_model):
+    models = make_model(), make_model(num_hidden_layers=1)
+    tokens = loading.tokens_in(models, 33_333.0, rewind=2)
+    needed = [sum(filled(m, n, rewind=2) for m in models) for n in (tokens, tokens + 1)]
+    assert needed[0] <= 33_333.0 < needed[1]
 
 
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
 def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
-    assert H2OConfig(budget=loading.tokens_in(make_model(), n_bytes)).budget > 2**29
+    assert H2OConfig(budget=loading.tokens_in([make_model()], n_bytes)).budget > 2**29
 
 
 def test_json_is_one_object_with_the_issues_keys(report):
@@ -228,6 +246,7 @@ def test_a_memory_budget_bounds_the_cache(report):
         (["--positions", "rolling"], "positions", "rolling"),
         (["--no-evict-during-prefill"], "evict_during_prefill", False),
         (["--decay", "0.5"], "decay", 0.5),
+        (["--rewind", "2"], "rewind", 2),
     ],
 )
 def test_the_caches_flags_reach_the_cache(report, arguments, name, value):
@@ -254,6 +273,43 @@ def test_a_budget_has_a_shape_and_a_total(report, monkeypatch, shape):
     assert held[0] == ([24, 24] if shape == "equal" else [33, 33] if shape == "pyramid" else held[0])
     assert (len(set(map(tuple, held))) > 1) == (shape != "equal")
     assert isinstance(made[0], h2o_mlxlm.AdaptiveH2OKVCache) == (shape == "adaptive")
+
+
+@pytest.fixture
+def draft_folder(tiny_folder, tmp_path):
+    """The tiny model with one layer fewer."""
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    kept = {name: w for name, w in weights.items() if ".layers.1." not in name}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), kept, {"format": "mlx"})
+    return tmp_path
+
+
+def test_a_draft_model_changes_no_text(report, draft_folder):
+    alone = report("--prompt", LONG, *SMALL, "--rewind", "4")
+    got = report("--prompt", LONG, *SMALL, "--draft-model", str(draft_folder), "--num-draft-tokens", "4")
+    assert got["text"] == alone["text"]
+    assert got["config"] == alone["config"]
+    assert got["config"]["rewind"] == 4
+    assert (alone["accepted_tokens"], got["kept_tokens"]) == (0, 24)
+    assert 0 < got["accepted_tokens"] < got["generated_tokens"]
+    # Of both models' caches.
+    assert got["cache_bytes"] > 1.4 * alone["cache_bytes"]
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(run, draft_folder):
+    tokenizer = json.loads((draft_folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["zz"] = len(tokenizer["model"]["vocab"])
+    (draft_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert_refused(run(*SMALL, "--draft-model", str(draft_folder)), "must have the model's tokenizer", "268 tokens")
+
+
+def test_a_long_prompt_for_two_models_shows_no_bar_that_stands_still(run, draft_folder):
+    arguments = ["--prompt", LONG, "--prefill-step-size", "16", *SMALL, "--draft-model", str(draft_folder)]
+    assert run(*arguments)[::2] == (0, "")
 
 
 def test_with_a_budget_above_all_tokens_the_text_is_mlx_lms(report, tiny_folder):
@@ -317,6 +373,7 @@ def test_verbose_ends_with_a_line_of_figures(run, report):
         f"prompt {got['prompt_tokens']} tokens",
         "generated 40 at",
         "per second",
+        "0 of them drafted",
         "kept 24 per head",
         f"evicted {got['evictions']}",
         f"cache {got['cache_bytes'] / 1e6:.2f} MB, full cache {got['full_cache_bytes'] / 1e6:.2f} MB",

@@ -30,9 +30,12 @@ class H2OConfig:
             rows of a head always sit at consecutive positions right before the next query; ``"auto"``
             original for as long as the model was trained for, then rolling.
         evict_during_prefill: If False nothing is evicted, and the budget does not apply, until the
-            first call of one token has been attended to, as in the paper.
+            first call of one token (of up to ``rewind + 1``) has been attended to, as in the paper.
         trained_length: Positions that the model was trained for, for ``positions="auto"`` alone; None takes
-            the model's own. Above ``budget``.
+            the model's own. Above ``budget + rewind``.
+        rewind: Newest tokens that a cache can take back (``trim``), from 0 to 64, for speculative decoding:
+            as many as are drafted at a time. Needs ``queries="true"``. With it the last ``rewind`` tokens of a
+            call come one by one, and a call of up to ``rewind + 1`` tokens is decoding.
 
     Raises:
         TypeError: A value is of the wrong kind.
@@ -60,6 +63,7 @@ raise budget above 20 or lower n_sink or grace
     positions: Positions = "original"
     evict_during_prefill: bool = True
     trained_length: int | None = None
+    rewind: int = 0
 
     def __post_init__(self) -> None:
         _check_count("budget", self.budget, least=1)
@@ -79,6 +83,12 @@ raise budget above 20 or lower n_sink or grace
         _check_choice("positions", self.positions, get_args(Positions))
         if not isinstance(self.evict_during_prefill, bool):
             raise TypeError(f"evict_during_prefill must be True or False, got {self.evict_during_prefill!r}")
+        _check_count("rewind", self.rewind, least=0, most=MOST_REWIND)
+        if self.rewind and self.queries == "key":
+            raise ValueError(
+                f'rewind needs queries="true", got rewind={self.rewind} with queries="key": a token that can be taken '
+                "back is scored inside the model's attention; use rewind=0"
+            )
         if self.trained_length is not None:
             self._check_trained_length(self.trained_length)
 
@@ -94,9 +104,10 @@ raise budget above 20 or lower n_sink or grace
                 f'trained_length is for positions="auto" alone, got {length} with positions={self.positions!r}: '
                 "leave it out"
             )
-        if length <= self.budget:
+        if length <= self.budget + self.rewind:
+            rewind, plus = (f"rewind={self.rewind}, ", " + rewind") if self.rewind else ("", "")
             raise ValueError(
-                f'budget must be below trained_length for positions="auto", got budget={self.budget}, '
+                f'budget{plus} must be below trained_length for positions="auto", got budget={self.budget}, {rewind}'
                 f"trained_length={length}: rolling positions go up to budget plus the tokens of a call"
             )
 
@@ -104,12 +115,15 @@ raise budget above 20 or lower n_sink or grace
 # Above this, int32 positions and slot arithmetic could overflow.
 MOST_TOKENS = 2**30
 
+# Each token that can be taken back costs a step of its own in every call, and memory.
+MOST_REWIND = 64
 
-def _check_count(name: str, value: object, least: int) -> None:
+
+def _check_count(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer number of tokens, got {value!r}")
-    if not least <= value <= MOST_TOKENS:
-        raise ValueError(f"{name} must be between {least} and {MOST_TOKENS} tokens, got {value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be between {least} and {most} tokens, got {value}")
 
 
 def _check_decay(value: object) -> None:

@@ -44,8 +44,8 @@ def simulate(
         attention: Probabilities, causal, each row summing to 1. Either all in one array, or ``Rows``, or any
             iterator over blocks of consecutive rows, [*b, Hq, n, W] with W at least the tokens so far, of which
             one is in memory at a time. How it is cut into blocks plays no part.
-        config: The cache to simulate. Its ``queries`` and ``positions`` play no part: the attention is
-            given.
+        config: The cache to simulate. Its ``queries``, ``positions`` and ``rewind`` play no part: the
+            attention is given.
         prompt_len: Rows of the first call, 1 to T.
         n_kv_heads: H, a divisor of Hq; None for one KV head per query head.
         keep_positions: False leaves ``Trace.kept`` out, which grows with T.

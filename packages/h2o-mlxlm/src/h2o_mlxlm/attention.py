@@ -53,13 +53,14 @@ def scaled_dot_product_attention(
     if isinstance(cache, AdaptiveH2OKVCache):
         rows = [_head_by_head(queries[i : i + 1], row, scale, sinks) for i, row in enumerate(cache.heads)]
         return mx.concatenate(rows)
-    return _attend(queries, keys, values, cache, scale, sinks)
+    outs = [_attend(*part, cache, scale, sinks) for part in cache.parts(queries, keys, values)]
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
 
 
 def _attend(
     queries: mx.array, keys: mx.array, values: mx.array, cache: H2OKVCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attend to what the cache shows, and report the mass."""
+    """Attend with the queries of the cache's open call, and report the mass."""
     stepped = cache.step(queries, keys, values, scale, sinks)
     if stepped is not None:
         return stepped

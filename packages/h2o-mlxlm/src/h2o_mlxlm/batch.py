@@ -91,7 +91,7 @@ class Batch(Books):
             right_padding: Padding of each sequence; nothing happens without any.
 
         Raises:
-            ValueError: There is padding on the left, or padding without lengths.
+            ValueError: There is padding on the left, or padding without lengths, or padding at all with ``rewind``.
         """
         if left_padding is not None and any(left_padding):
             raise ValueError(
@@ -100,6 +100,12 @@ class Batch(Books):
             )
         if right_padding is None or not any(right_padding):
             return
+        if self.config.rewind:
+            raise ValueError(
+                f"a cache with rewind takes no padding, got rewind={self.config.rewind}, "
+                f"right_padding={list(right_padding)}: its last tokens come one by one, in all sequences alike; "
+                "batch prompts of different lengths with rewind=0"
+            )
         counts = self._each_count(len(right_padding))
         if lengths is None or not len(lengths) == len(right_padding) == len(counts):
             raise ValueError(

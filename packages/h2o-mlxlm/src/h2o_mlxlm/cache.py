@@ -12,16 +12,16 @@ from mlx_lm.models.base import create_causal_mask
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
+from h2o_mlxlm.rewind import Rewind
 from h2o_mlxlm.snapshot import Snapshot, snapshot_of, state_of
 from h2o_rope import Rotation
 
 
-class H2OKVCache(Calls, mlx_lm_cache._BaseCache):  # type: ignore[misc]
+class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     """Keep at most ``budget`` tokens per KV head: one layer's cache.
 
     Its sequences have equal lengths, until mlx_lm batches it (see ``Batch``). How a call goes, see ``Calls``.
@@ -89,6 +89,7 @@ class H2OKVCache(Calls, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     @keys.setter
     def keys(self, value: mx.array) -> None:
         self._slots = self._live()._replace(keys=value)
+        self._forget()
 
     @property
     def values(self) -> mx.array | None:
@@ -98,6 +99,7 @@ class H2OKVCache(Calls, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     @values.setter
     def values(self, value: mx.array) -> None:
         self._slots = self._live()._replace(values=value)
+        self._forget()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -113,17 +115,6 @@ class H2OKVCache(Calls, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         H2OKVCache.__init__(self, made.config, made.scale, made.rotation, getattr(self, "backend", "auto"))
         self._slots, self._batched, self._to_come = made.slots, made.batched, made.to_come
         self._count(made.counts)
-
-    def is_trimmable(self) -> bool:
-        """Say no: what has been evicted can't come back."""
-        return False
-
-    def trim(self, n: int) -> NoReturn:
-        """Refuse: what has been evicted can't come back."""
-        raise ValueError(
-            f"an H2O cache can't be trimmed (asked for {n} tokens): evicted rows can't come back; "
-            "start from a fresh cache, or from a copy made earlier"
-        )
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
         """Refuse: rows are stored as the model makes them."""

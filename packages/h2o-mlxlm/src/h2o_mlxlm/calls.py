@@ -3,6 +3,7 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, and both come from the back end.
 """
 
+from abc import abstractmethod
 from typing import Literal
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from h2o_core import Mass
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
-from h2o_mlxlm.counts import Call, Counts, called
+from h2o_mlxlm.counts import Call, Counts, Part, called
 from h2o_mlxlm.ledger import Ledger, Step
 from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
 from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, rows_at, scored, written
@@ -21,7 +22,7 @@ from h2o_rope import Rotation
 class Calls(Batch):
     """Cache calls, one after the other.
 
-    A call is open from ``update_and_fetch`` until something asks for its outcome: the next call, ``state``,
+    A call is open from ``_take_in`` until something asks for its outcome: the next call, ``state``,
     ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
     the scores, and the lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts
     in full, and nothing goes before it has been attended to. Only ``step`` ends a call by itself.
@@ -47,12 +48,17 @@ class Calls(Batch):
         self._free = None  # an empty slot of each head, if ``step`` has left one
         self._mass: Mass | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Give the new rows slots and return what the call attends to.
+    @abstractmethod
+    def _remember(self, before: Slots, slot: mx.array, counts: Counts) -> None:
+        """Remember a token whose rows went to ``slot``, and what was before it: it may be taken back."""
+
+    def _take_in(self, keys: mx.array, values: mx.array, part: Part | None = None) -> tuple[mx.array, mx.array]:
+        """Give the rows of a call, or of a part of one, slots and return what it attends to.
 
         Args:
             keys: New keys [B, H, N, D], rotated at ``offset``.
             values: New values [B, H, N, Dv].
+            part: What they are a part of; None if they are the whole call.
 
         Returns:
             Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.
@@ -62,13 +68,14 @@ class Calls(Batch):
             RuntimeError: The call before this one was never reported to ``observe``.
         """
         n = keys.shape[2]
-        call, to_come = called(self.config, self._counts, n, self._to_come)
+        call, to_come = called(self.config, self._counts, n, self._to_come, part)
         mass = self._mass if n == 1 and call.lengths is None and self._in_steady_decode() else None
         if mass is None:
             self._end_call()
         check_call(self.config, call, self._slots, keys, values, self._batched)
         if self.rotation is not None and any(c.rolling for c in call.before):
-            places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
+            first = [c.place + ahead for c, ahead in zip(call.before, call.ahead, strict=True)]
+            places = per_sequence(first) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values) if self._slots is None else self._slots
         if mass is not None:
@@ -76,7 +83,8 @@ class Calls(Batch):
             self._slots, self._mass = replaced(slots, state, where, keys, values), None
         elif n == 1:
             lengths = lengths_of(call.lengths)
-            self._slots = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
+            self._slots, where = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
+            self._remember(slots, where, call.before)
         else:
             self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
         self._call, self._open, self._to_come, self._free = call, n, to_come, None
@@ -99,8 +107,11 @@ class Calls(Batch):
         keys, values, _ = slots
         rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
         if self.rotation is not None and any(rolling):
-            places = self._places(slots, call, shown)
-            keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown), keys)
+            places, ahead = self._places(slots, call, shown), (0,) if call is None else call.ahead
+            if any(ahead):
+                # As far ahead as the queries are: distances are what counts.
+                places = places + per_sequence(ahead)
+            keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown + max(ahead)), keys)
         if not self._whole and shown < capacity(slots):
             keys, values = keys[:, :, :shown], values[:, :, :shown]
         return keys, values
@@ -144,9 +155,11 @@ class Calls(Batch):
         Decode evaluates logits alone: what is not tied to them piles up as a graph, or is left over for another thread,
         which can't evaluate it.
         """
-        books = [x for x in (*(self._mass or ()), *self._live().state, self._free) if x is not None]
-        tied: list[mx.array] = mx.depends(list(outputs), books)
+        tied: list[mx.array] = mx.depends(list(outputs), self._due())
         return tied
+
+    def _due(self) -> list[mx.array]:
+        return [x for x in (*(self._mass or ()), *self._live().state, self._free) if x is not None]
 
     def observe(self, mass: Mass) -> None:
         """Take the mass that the open call's attention gave to each row it attended to.
@@ -160,7 +173,7 @@ class Calls(Batch):
         if not self._open:
             raise_ended()
         self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
-        if self._in_steady_decode():
+        if not self.config.rewind and self._in_steady_decode():
             self.ledger.leave(self.layer, Step(self.config, self._live().state, self._mass.total))
 
     def _end_call(self) -> None:
@@ -191,6 +204,8 @@ class Calls(Batch):
     def _steps(self, call: Call) -> bool:
         """Say whether the back end can take the call in one launch: at most one row of a head has to go."""
         if not self.backend.fused or call.n_tokens > 1 or call.lengths is not None or any(call.turning):
+            return False
+        if any(c.holding for c in call.after):
             return False
         return self.config.queries == "true" and capacity(self._live()) <= self.config.budget + 1
 

@@ -40,6 +40,15 @@ def _check_places(config: H2OConfig, call: Call) -> None:
             )
 
 
+def check_unchanged(config: H2OConfig, given: tuple[mx.array, mx.array], waiting: tuple[mx.array, mx.array]) -> None:
+    """Refuse attention to other keys or values than those that wait for it."""
+    if any(a is not b for a, b in zip(given, waiting, strict=True)):
+        raise ValueError(
+            f"with rewind={config.rewind} a layer must attend to the keys and values that its cache returned, but got "
+            "others: this model changes them on the way; use rewind=0"
+        )
+
+
 def raise_unreported() -> NoReturn:
     """Say why a call without a mass can't end."""
     raise RuntimeError(

@@ -19,15 +19,16 @@ class Count(NamedTuple):
         """Where the next token is rotated to."""
         return self.kept if self.rolling else self.seen
 
-    def after(self, config: H2OConfig, n_tokens: int) -> "Count":
-        """Count a call of so many real tokens; none at all changes nothing."""
-        if n_tokens == 1 and self.kept == config.budget and config.trained_length is None:
+    def after(self, config: H2OConfig, n_tokens: int, whole: int) -> "Count":
+        """Count so many real tokens of a call of ``whole``; none at all changes nothing."""
+        if whole == 1 and self.kept == config.budget and config.trained_length is None:
             # What most calls do, in a step that every layer takes.
             return Count(self.seen + 1, self.kept, self.largest, False, self.rolling)
         if not n_tokens:
             return self
-        seen, kept, largest = self.seen + n_tokens, self.kept + n_tokens, max(self.largest, n_tokens)
-        holding = self.holding and n_tokens > 1
+        # Up to rewind + 1 tokens may be handed in where otherwise one is: they are decoding, and may come next.
+        seen, kept, largest = self.seen + n_tokens, self.kept + n_tokens, max(self.largest, whole, config.rewind + 1)
+        holding = self.holding and whole > config.rewind + 1
         kept = kept if holding else min(kept, config.budget)
         return Count(seen, kept, largest, holding, self.rolling or outgrown(config, seen + largest))
 
@@ -41,13 +42,21 @@ def outgrown(config: H2OConfig, length: int) -> bool:
     return config.trained_length is not None and length > config.trained_length
 
 
+class Part(NamedTuple):
+    """Where a call that goes in parts has come to."""
+
+    whole: int  # tokens of the call
+    places: tuple[int, ...]  # where the model has rotated the part's first token to, in each sequence
+
+
 class Call(NamedTuple):
-    """A call of N tokens, some of them padding on the right."""
+    """A call of N tokens, some of them padding on the right; or a part of one."""
 
     n_tokens: int  # N
     lengths: tuple[int, ...] | None  # real tokens of each sequence; None if all are
     before: Counts
     after: Counts
+    ahead: tuple[int, ...]  # how far each sequence's tokens are rotated beyond its place, for rows went meanwhile
 
     @property
     def most(self) -> int:
@@ -78,7 +87,11 @@ class Call(NamedTuple):
 
 
 def called(
-    config: H2OConfig, counts: Counts, n_tokens: int, to_come: tuple[int, ...] | None
+    config: H2OConfig,
+    counts: Counts,
+    n_tokens: int,
+    to_come: tuple[int, ...] | None = None,
+    part: Part | None = None,
 ) -> tuple[Call, tuple[int, ...] | None]:
     """Count a call.
 
@@ -87,6 +100,7 @@ def called(
         counts: The sequences before it.
         n_tokens: N.
         to_come: Real tokens that each sequence still has in a prompt padded on the right; None without padding.
+        part: What these tokens are a part of; None if they are the whole call.
 
     Returns:
         The call, and what is to come after it.
@@ -102,5 +116,8 @@ def called(
         to_come = tuple(n - m for n, m in zip(to_come, lengths, strict=True))
         lengths = None if min(lengths) == n_tokens else lengths
     real = lengths or (n_tokens,) * len(counts)
-    after = tuple([c.after(config, n) for c, n in zip(counts, real, strict=True)])
-    return Call(n_tokens, lengths, counts, after), to_come
+    after = tuple([c.after(config, n, n if part is None else part.whole) for c, n in zip(counts, real, strict=True)])
+    ahead = (0,) * len(counts)
+    if part is not None:
+        ahead = tuple([place - c.place for place, c in zip(part.places, counts, strict=True)])
+    return Call(n_tokens, lengths, counts, after, ahead), to_come

@@ -18,6 +18,7 @@ from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.budgets import for_layers
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.layers import families, layers_of, name_of, rotation_for, scale_of, trained_length
+from h2o_mlxlm.speculative import place_check
 
 Heads = Literal["equal", "adaptive"]
 
@@ -86,9 +87,12 @@ def make_prompt_cache(
         )
     if heads == "adaptive" or len({c.budget for c in configs}) > 1:
         _check_ragged(model, own, hooked)
-    positions = configs[0].positions
+    positions, rewind = configs[0].positions, configs[0].rewind
     if positions != "original":
         _check_moving(model, positions)
+    if rewind:
+        _check_rewind(model, rewind, own, ours)
+    place_check()
     layers = layers_of(model, own)
     if positions == "auto" and configs[0].trained_length is None:
         configs = [replace(c, trained_length=trained_length(model)) for c in configs]
@@ -205,6 +209,21 @@ def _check_heads(heads: str, configs: list[H2OConfig]) -> None:
     if heads == "adaptive":
         for config in configs:
             check_adaptive(config)
+
+
+def _check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool]) -> None:
+    """Refuse models of which some layer could not take a token back, or not the same one as the others."""
+    if len(own) != len(model.layers):
+        raise ValueError(
+            f"rewind={rewind} needs a cache for each layer, but {name_of(model)} has {len(own)} caches for "
+            f"{len(model.layers)} layers: use rewind=0 with this model"
+        )
+    if not all(ours):
+        others = sorted({type(c).__name__ for c, mine in zip(own, ours, strict=True) if not mine})
+        raise ValueError(
+            f"rewind={rewind} needs every layer to take tokens back, but some layers of {name_of(model)} keep "
+            f"{', '.join(others)}, which can't once it is full: use rewind=0 with this model"
+        )
 
 
 def _check_ragged(model: nn.Module, own: list[Any], hooked: bool) -> None:

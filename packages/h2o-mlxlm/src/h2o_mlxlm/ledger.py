@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, Mass, admit, observe, victims
+from h2o_mlxlm.slots import CONFIGURATIONS
 
 
 class Step(NamedTuple):
@@ -67,7 +68,7 @@ def _same(a: Step, b: Step) -> bool:
     return a.state.scores is b.state.scores and a.mass is b.mass
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=CONFIGURATIONS)
 def _turn(config: H2OConfig) -> Callable[[list[H2OState], list[mx.array]], list[tuple[H2OState, mx.array]]]:
     def turn(states: list[H2OState], masses: list[mx.array]) -> list[tuple[H2OState, mx.array]]:
         # Layers stand behind one another like the sequences of a batch.

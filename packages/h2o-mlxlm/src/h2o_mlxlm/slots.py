@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take
+from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
 from h2o_mlxlm.backend import Backend
 
 STEP = 256
@@ -25,6 +25,14 @@ class Slots(NamedTuple):
     keys: mx.array  # [B, H, C, D]
     values: mx.array  # [B, H, C, Dv]
     state: H2OState
+
+
+class Row(NamedTuple):
+    """What a slot of each head holds."""
+
+    slot: mx.array  # [B, H, 1]
+    keys: mx.array  # [B, H, 1, D]
+    values: mx.array  # [B, H, 1, Dv]
 
 
 def none_yet(keys: mx.array, values: mx.array) -> Slots:
@@ -59,7 +67,7 @@ def written(
     budget: int,
     lengths: mx.array | None = None,
     free: mx.array | None = None,
-) -> Slots:
+) -> tuple[Slots, mx.array]:
     """Put one token's rows into an empty slot, of which more are made if there is none.
 
     Args:
@@ -70,18 +78,32 @@ def written(
         budget: There are no more than budget + 1 slots, but where the budget does not apply yet.
         lengths: int32 [B], 0 for a sequence whose token is padding: it leaves its slot empty. None if all are real.
         free: An empty slot of each head [B, H, 1], where it is known.
+
+    Returns:
+        The slots, and which one of each head was taken [B, H, 1].
     """
     if capacity(slots) == n_rows:
         more = STEP if n_rows > budget else min(STEP, budget + 1 - n_rows)
         slots = widened(slots, n_rows + more)
     state, where = _admitted(slots.state, free) if lengths is None else admit(slots.state, 1, lengths)
-    return replaced(slots, state, where, keys, values)
+    return replaced(slots, state, where, keys, values), where
 
 
 def replaced(slots: Slots, state: H2OState, where: mx.array, keys: mx.array, values: mx.array) -> Slots:
     """Put one token's rows [B, H, 1, D] where a row has gone, as the state says already."""
-    where = where[..., None]
     return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+
+
+def vacant(slots: Slots) -> Row:
+    """Read the slot that the next token's rows go to; there is an empty one in every head."""
+    _, where = _admitted(slots.state, None)
+    return Row(where, rows_at(slots.keys, where), rows_at(slots.values, where))
+
+
+def restored(slots: Slots, state: H2OState, row: Row) -> Slots:
+    """Undo ``written``: the state that it found, in as many slots as there are now, and the row it overwrote."""
+    keys, values = _put(slots.keys, row.slot, row.keys), _put(slots.values, row.slot, row.values)
+    return Slots(keys, values, grow(state, slots.keys.shape[2]))
 
 
 @mx.compile
@@ -121,14 +143,17 @@ def scored(
     missing = capacity(slots) - mass.total.shape[-1]
     if missing:
         mass = Mass(*(mx.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in mass))
+    frees_one = over and capacity(slots) == config.budget + 1
     if n_tokens == 1 and lengths is None:
+        if frees_one and backend.name == "reference":
+            return slots._replace(state=_end_one(config)(slots.state, mass))
         state = _observe_one(config)(slots.state, mass)
     else:
         state = observe(config, slots.state, mass, n_tokens, lengths)
     slots = slots._replace(state=state)
     if not over:
         return slots
-    if capacity(slots) == config.budget + 1:
+    if frees_one:
         return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
     return evicted(config, backend, slots)
 
@@ -143,6 +168,17 @@ def evicted(config: H2OConfig, backend: Backend, slots: Slots) -> Slots:
 @lru_cache(maxsize=CONFIGURATIONS)
 def _observe_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
     return mx.compile(partial(observe, config, n_tokens=1))
+
+
+@lru_cache(maxsize=CONFIGURATIONS)
+def _end_one(config: H2OConfig) -> Callable[[H2OState, Mass], H2OState]:
+    """As in ``Ledger``, without a next token."""
+
+    def end(state: H2OState, mass: Mass) -> H2OState:
+        state = observe(config, state, mass, 1)
+        return release(config, state, victims(config, state))
+
+    return mx.compile(end)
 
 
 def ranks(slots: Slots, n_rows: int | mx.array, before: mx.array | None = None) -> mx.array:
@@ -182,4 +218,4 @@ def widened(slots: Slots, width: int) -> Slots:
 
 
 def _put(x: mx.array, where: mx.array, row: mx.array) -> mx.array:
-    return mx.put_along_axis(x, mx.broadcast_to(where, row.shape), row, axis=2)
+    return mx.put_along_axis(x, mx.broadcast_to(where[..., None], row.shape), row, axis=2)

@@ -80,6 +80,7 @@ VARIANTS = {
     "quantized": Variant(_theirs("QuantizedKVCache", group_size=64, bits=8), grows=True, width=64),
     "h2o": Variant(_ours()),
     "h2o-books": Variant(_ours(long_share=0.35)),
+    "h2o-rewind": Variant(_ours(rewind=3)),
     "h2o-key": Variant(_ours(queries="key")),
     "h2o-rolling": Variant(_ours(positions="rolling")),
 }

@@ -14,8 +14,8 @@ REFUSED = {
     "--kv-bits": "rows are stored as the model makes them; lower --budget to save memory",
     "--kv-group-size": "rows are stored as the model makes them; lower --budget to save memory",
     "--quantized-kv-start": "rows are stored as the model makes them; lower --budget to save memory",
-    "--draft-model": "evicted rows can't be rewound",
-    "--num-draft-tokens": "evicted rows can't be rewound",
+    "--draft-model": "drafted tokens are taken back, which generate alone has caches for",
+    "--num-draft-tokens": "drafted tokens are taken back, which generate alone has caches for",
     "--image": "prompts are text",
     "--quantize-activations": "weights are used as they are stored",
     "-qa": "weights are used as they are stored",
@@ -150,6 +150,11 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Who holds more for the same total (%(default)s): nobody, lower layers, or heads that look at more",
     )
     add(
+        "--rewind",
+        type=int,
+        help="Newest tokens that can be taken back, for a draft model (its --num-draft-tokens; 0 without one)",
+    )
+    add(
         "--backend",
         choices=["auto", "reference", "metal", "cuda"],
         default="auto",
@@ -196,6 +201,7 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         positions=args.positions,
         trained_length=args.trained_length,
         evict_during_prefill=not args.no_evict_during_prefill,
+        rewind=rewind_from(args),
     )
 
 
@@ -218,3 +224,10 @@ def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> Non
                 f"{flag} asks for {field}={asked}, but {args.prompt_cache_file} was made with {field}={made}: leave "
                 f"{flag} out, or make the file anew"
             )
+
+
+def rewind_from(args: argparse.Namespace) -> int:
+    """Say how many tokens are to be taken back: as many as are drafted at a time, unless the flags say."""
+    if args.rewind is not None:
+        return int(args.rewind)
+    return args.num_draft_tokens if getattr(args, "draft_model", None) else 0

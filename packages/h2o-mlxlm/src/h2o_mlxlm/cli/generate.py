@@ -3,10 +3,11 @@
 import argparse
 import json
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from h2o_mlxlm.cli import flags
+from h2o_mlxlm.cli import drafting, flags
 from h2o_mlxlm.cli.loading import config_for, loaded, mean_of, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
 
@@ -57,13 +58,15 @@ def add_to(commands: Any) -> None:
     add("--prompt-cache-file", help="File of cache-prompt: the prompt goes on where that one ended")
     add("--json", action="store_true", help="Print one JSON object and nothing else")
     flags.add_cache_flags(parser)
-    flags.add_refused(parser)
+    drafting.add_flags(parser)
+    flags.add_refused(parser, but=drafting.FLAGS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
     # Before the model is loaded, for that takes time.
+    drafting.check(args)
     if args.prompt_cache_file is None:
         flags.check_cache_flags(args)
     else:
@@ -78,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    caches = _caches(args, model)
+    draft_model = drafting.load(args, tokenizer)
+    caches = _caches(args, model, draft_model)
     prompt = (whole if args.prompt_cache_file is None else rest)(args, tokenizer, text)
-    report = _generate(args, model, tokenizer, prompt, caches)
+    report = _generate(args, model, draft_model, tokenizer, prompt, caches)
     if args.json:
         print(json.dumps(report))
     elif not args.verbose:
@@ -95,16 +99,20 @@ def _check_file(args: argparse.Namespace) -> None:
         raise ValueError("--system-prompt can't be used with --prompt-cache-file: what is saved comes before it")
     if args.budget_shape != "equal":
         raise ValueError("--budget-shape can't be used with --prompt-cache-file: its caches are as they were saved")
+    if args.draft_model is not None:
+        raise ValueError("--draft-model can't be used with --prompt-cache-file, which holds no caches of that model")
 
 
-def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
-    """Make fresh caches as the flags say, or take those of ``--prompt-cache-file``."""
+def _caches(args: argparse.Namespace, model: Any, draft_model: Any) -> list[Any]:
+    """Make fresh caches as the flags say, those of the model first, or take those of ``--prompt-cache-file``."""
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import load_prompt_cache
 
     if args.prompt_cache_file is None:
-        return make_prompt_cache(model, **flags.cache_options(args, model, config_for(args, model)))
+        config, models = config_for(args, model, draft_model), [model, draft_model]
+        made = [make_prompt_cache(m, **flags.cache_options(args, m, config)) for m in models if m is not None]
+        return list(chain(*made))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
     ours = next(c for c in caches if isinstance(c, H2OKVCache))
     if not isinstance(ours.offset, int) or (ours.keys is not None and ours.keys.shape[0] > 1):
@@ -114,7 +122,7 @@ def _caches(args: argparse.Namespace, model: Any) -> list[Any]:
 
 
 def _generate(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], caches: list[Any]
+    args: argparse.Namespace, model: Any, draft_model: Any, tokenizer: Any, prompt: list[int], caches: list[Any]
 ) -> dict[str, Any]:
     """Stream the text and say what it took."""
     import mlx.core as mx
@@ -135,9 +143,13 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
+    drafts = {} if draft_model is None else {"draft_model": draft_model, "num_draft_tokens": args.num_draft_tokens}
     pieces: list[str] = []
     response: Any = None
-    with Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
+    accepted = 0
+    # While two models read it, mlx_lm does not say how far they are.
+    shown = args.verbose and draft_model is None and len(prompt) > args.prefill_step_size
+    with Progress(len(prompt), show=shown) as progress:
         for response in stream_generate(
             model,
             tokenizer,
@@ -147,8 +159,10 @@ def _generate(
             prefill_step_size=args.prefill_step_size,
             prompt_cache=caches,
             prompt_progress_callback=progress,
+            **drafts,
         ):
             pieces.append(response.text)
+            accepted += response.from_draft
             if args.verbose:
                 print(response.text, end="", flush=True)
     ours = [c for c in caches if isinstance(c, OURS)]
@@ -156,6 +170,7 @@ def _generate(
         "text": "".join(pieces),
         "prompt_tokens": len(prompt),
         "generated_tokens": response.generation_tokens,
+        "accepted_tokens": accepted,
         "kept_tokens": mean_of([c.tokens_kept for c in ours]),
         "evictions": mean_of([c.evictions for c in ours]),
         "cache_bytes": sum(c.nbytes for c in caches),
@@ -171,7 +186,8 @@ def _generate(
 def _summary(report: dict[str, Any], response: Any) -> str:
     return (
         f"prompt {report['prompt_tokens']} tokens at {response.prompt_tps:.1f} per second, "
-        f"generated {report['generated_tokens']} at {response.generation_tps:.1f}; "
+        f"generated {report['generated_tokens']} at {response.generation_tps:.1f}, "
+        f"{report['accepted_tokens']} of them drafted; "
         f"kept {report['kept_tokens']} per head, evicted {report['evictions']}; "
         f"cache {report['cache_bytes'] / 1e6:.2f} MB, full cache {report['full_cache_bytes'] / 1e6:.2f} MB"
     )

@@ -1,13 +1,13 @@
 """A model for a command, and what its flags make of it: whatever goes wrong becomes one line."""
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
 from h2o_core import H2OConfig
-from h2o_core.config import MOST_TOKENS
+from h2o_core.config import MOST_TOKENS, Queries
 from h2o_mlxlm.cli import flags
 
 
@@ -38,52 +38,59 @@ def in_one_line(name: str | None) -> Iterator[None]:
         raise ValueError(said if name is None or name in said else f"{name}: {said}") from error
 
 
-def config_for(args: argparse.Namespace, model: Any) -> H2OConfig:
+def config_for(args: argparse.Namespace, model: Any, draft_model: Any = None) -> H2OConfig:
     """Make the configuration that the flags ask for, a budget in bytes turned into this model's tokens.
 
     Raises:
         ValueError: A flag's value is outside its range, or not one token fits.
     """
-    return flags.config_from(args, tokens_of(args, model))
+    return flags.config_from(args, tokens_of(args, model, draft_model))
 
 
-def tokens_of(args: argparse.Namespace, model: Any) -> int:
-    """Read the budget of the flags in tokens, of this model's if it is in bytes."""
+def tokens_of(args: argparse.Namespace, model: Any, draft_model: Any = None) -> int:
+    """Read the budget of the flags in tokens, of these models if it is in bytes."""
     if isinstance(args.budget, int):
         return args.budget
-    return tokens_in(model, args.budget, flags.heads_of(args))
+    models = [model] if draft_model is None else [model, draft_model]
+    return tokens_in(models, args.budget, flags.heads_of(args), flags.rewind_from(args))
 
 
-def tokens_in(model: Any, n_bytes: float, heads: Any = "equal") -> int:
-    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+def tokens_in(models: Sequence[Any], n_bytes: float, heads: Any = "equal", rewind: int = 0) -> int:
+    """Find the largest budget whose caches fit into so many bytes, the empty slot and tokens to take back included.
 
     Args:
-        model: The model.
-        n_bytes: Bytes.
+        models: The model, and one that drafts for it if there is one: their caches have equal budgets.
+        n_bytes: Bytes for the caches of all.
         heads: See ``make_prompt_cache``. How budgets differ between layers does not matter, only their total.
+        rewind: Of the configuration.
 
     Raises:
         ValueError: Not one token fits.
     """
+    # Full caches grow by a slot with each token of the budget: two of them show a slot's size and what is on top.
+    sizes = [sum(_full(model, budget, heads, rewind) for model in models) for budget in (8, 9)]
+    slot = sizes[1] - sizes[0]
+    fixed = sizes[0] - 8 * slot
+    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot)
+    if tokens < 1:
+        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {slot + fixed} bytes here")
+    return tokens
+
+
+def _full(model: Any, budget: int, heads: Any, rewind: int) -> int:
+    """Bytes of a model's caches that have seen more than they keep and take back."""
     import mlx.core as mx
 
     from h2o_mlxlm.adaptive import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
-    # Works with every model; heads of their own budgets need its queries.
-    config = H2OConfig(budget=8, n_sink=0, grace=0, queries="key" if heads == "equal" else "true")
-    # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
-    sizes = []
-    for n in (2, 3):
-        caches = make_prompt_cache(model, config, heads=heads)
+    # Key queries work with every model; the other two need the model's own.
+    queries: Queries = "true" if rewind or heads != "equal" else "key"
+    config = H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind)
+    caches = make_prompt_cache(model, config, heads=heads)
+    for n in (budget + rewind + 2, 1):
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
-        sizes.append(sum(c.nbytes for c in caches if isinstance(c, OURS)))
-    slot = sizes[1] - sizes[0]
-    fixed = sizes[0] - 2 * slot
-    tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot) - 1
-    if tokens < 1:
-        raise ValueError(f"--budget: {n_bytes:.0f} bytes hold no token, one takes {2 * slot + fixed} bytes here")
-    return tokens
+    return sum(c.nbytes for c in caches if isinstance(c, OURS))
 
 
 def mean_of(figures: Iterable[Any]) -> int:

@@ -27,6 +27,9 @@ def start(args: argparse.Namespace) -> "Responses":
         FileNotFoundError: No model is named and none is installed.
         ValueError: The model can't be loaded, or can't have these caches, or a setting is not for a server.
     """
+    if args.rewind:
+        # mlx_lm's store of prompts takes back any number of tokens where it can take back some.
+        raise ValueError(f"--rewind is not for a server, got {args.rewind}: leave it out")
     if args.positions == "auto":
         # A cache would raise, which ends the thread that answers everyone.
         raise ValueError(
