@@ -12,5 +12,6 @@ if importlib.util.find_spec("h2o_mlxlm"):
     import h2o_mlxlm  # noqa: F401
 
 # Not the modules that a user's values enter by: they answer bad input with errors of their own.
-INNER = ("h2o_core.state", "h2o_core.attention", "h2o_core.scoring", "h2o_core.eviction", "h2o_rope.rotation")
+CORE = ("state", "attention", "evidence", "scoring", "eviction")
+INNER = (*(f"h2o_core.{name}" for name in CORE), "h2o_rope.rotation")
 install_import_hook(INNER, "beartype.beartype")

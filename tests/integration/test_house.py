@@ -65,6 +65,15 @@ COMMANDS = {
     ),
     # Without the extra.
     'uv venv gpu && uv pip install --python gpu -e "packages/h2o-mlxlm[cuda13]"': ".ci/run: lowest",
+    # Some of the scorers.
+    **dict.fromkeys(
+        (
+            "h2o-sim compare tests/data/smollm2.safetensors --prompt-len 64 --budget 64 --scorers "
+            '--config "h2o decay=1.0"',
+            'h2o-sim compare shift --steps 400 --prompt-len 64 --budget 64 --scorers --config "h2o decay=1.0"',
+        ),
+        "packages/h2o-core/tests/test_cli.py: test_the_readmes_tables",
+    ),
     ".ci/run lint": ".ci/run: lint",
     ".ci/run member h2o-core": ".ci/run: member",
     # From the wheels just built.

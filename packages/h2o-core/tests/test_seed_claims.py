@@ -8,11 +8,12 @@ tests/integration. Configurations are spelt out in full, so that no default chan
 import itertools
 import math
 import statistics
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from h2o_core import H2OConfig, attend, evict, init, observe, simulate
+from h2o_core import H2OConfig, attend, evict, init, observe, read_trace, simulate
 from h2o_core.attention import Mass
 from h2o_core.generators import recency, uniform, zipf
 from h2o_core.state import admit
@@ -69,7 +70,9 @@ def test_scores_are_not_negative_and_below_the_budget_grow_by_one_a_step():
 
 def test_equal_input_gives_equal_output():
     first, again = (simulate(random_attention(60), config(16, 2, 4, 0.98)) for _ in range(2))
-    assert all(mx.array_equal(a, b) for a, b in zip(first[:3] + first.state, again[:3] + again.state, strict=True))
+    assert all(
+        mx.array_equal(a, b) for a, b in zip(first[:3] + first.state[:4], again[:3] + again.state[:4], strict=True)
+    )
 
 
 def test_grace_keeps_the_newest_though_they_have_the_lowest_scores():
@@ -208,6 +211,22 @@ def test_without_decay_the_kept_set_stays_near_the_prompt_and_with_it_follows_th
     assert max(stale[heavy]) < 150
     # The seed found 297.
     assert min(present[heavy]) > 297
+
+
+def test_on_a_recorded_text_too_the_kept_set_stays_near_the_prompt_and_with_decay_follows_the_present():
+    """A real head, the same settings. It looks back at some old tokens all the time, so a few stay in either case."""
+    recording = read_trace(Path(__file__).parent / "data" / "smollm2.safetensors")
+    assert recording.queries.shape == (3, 416, 64)
+    stale, present = (
+        [p for p in simulate(recording, config(64, 4, 16, d), 16).kept[-1, 0].tolist() if 4 <= p < 400]
+        for d in (1.0, 0.98)
+    )
+    assert len(stale) == len(present) == 44
+    assert statistics.median(stale) < 40
+    assert sum(p < 64 for p in stale) > 44 / 2
+    assert statistics.median(present) > 297
+    assert sum(p < 64 for p in present) < 5
+    assert sum(p >= 297 for p in stale) < 5
 
 
 def test_decay_alone_does_not_follow_attention_that_prefers_no_age():

@@ -144,7 +144,7 @@ def test_slot_order_and_batch_make_up_do_not_matter(backend, helpers, n_slots, s
     alone = h2o_core.H2OState(*(x[1:] for x in state))
     one_out, one, _ = eviction.decode_step(config, alone, q[1:], k[1:], v[1:], 0.3)
     assert mx.array_equal(one_out, out[1:])
-    assert all(mx.array_equal(x, y[1:]) for x, y in zip(one, after, strict=True))
+    assert all(mx.array_equal(x, y[1:]) for x, y in zip(one[:4], after[:4], strict=True))
 
 
 def test_mass_is_one_for_each_query(backend):

@@ -13,27 +13,30 @@ if TYPE_CHECKING:
     from h2o_core.attention import Mass, attend
     from h2o_core.config import H2OConfig
     from h2o_core.eviction import decode_step, evict, protected, release, survivors, victims
-    from h2o_core.rows import Rows
+    from h2o_core.evidence import Evidence, gather
+    from h2o_core.rows import Recording, Rows
     from h2o_core.scoring import observe
     from h2o_core.simulation import Trace, simulate
     from h2o_core.state import H2OState, admit, grow, init, occupied, pack, take, visible
     from h2o_core.summaries import Summary, summarize
-    from h2o_core.traces import Recording, read_trace, write_trace
+    from h2o_core.traces import read_trace, write_trace
 
 _NAMES = {
     "attention": ("Mass", "attend"),
     "config": ("H2OConfig",),
     "eviction": ("decode_step", "evict", "protected", "release", "survivors", "victims"),
-    "rows": ("Rows",),
+    "evidence": ("Evidence", "gather"),
+    "rows": ("Recording", "Rows"),
     "scoring": ("observe",),
     "simulation": ("Trace", "simulate"),
     "state": ("H2OState", "admit", "grow", "init", "occupied", "pack", "take", "visible"),
     "summaries": ("Summary", "summarize"),
-    "traces": ("Recording", "read_trace", "write_trace"),
+    "traces": ("read_trace", "write_trace"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "Evidence",
     "H2OConfig",
     "H2OState",
     "Mass",
@@ -45,6 +48,7 @@ __all__ = [
     "attend",
     "decode_step",
     "evict",
+    "gather",
     "grow",
     "init",
     "observe",

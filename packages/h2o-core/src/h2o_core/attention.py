@@ -77,10 +77,10 @@ def attend(
             # One block at a time: its probabilities are gone before the next one's are made.
             rows = mx.depends([rows], [mass, outs[-1]])[0]
         logits = mx.unflatten(rows @ keys[..., :shown], 2, (-1, stop - start))
-        p = _softmax(logits, _block_mask(mask, start, stop, shown), sinks).flatten(2, 3)
+        p = masked_softmax(logits, block_mask(mask, start, stop, shown), sinks).flatten(2, 3)
         part = mx.unflatten(p @ values[..., :shown, :], 2, (-1, stop - start))
         outs.append(part.astype(v.dtype))
-        mass = mass + _widened(_weighted(p, weights[..., start:stop]), n_rows)
+        mass = mass + _widened(weighted(p, weights[..., start:stop]), n_rows)
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=-2)
     return out.reshape(batch, n_query_heads, n_queries, v.shape[-1]), Mass(mass[:, :, 0], mass[:, :, 1])
 
@@ -105,14 +105,14 @@ def _attend_one(
     if mask is None and sinks is None:
         p = mx.softmax(logits, axis=-1)
     else:
-        p = _softmax(logits[..., None, :], None if mask is None else mask[:, :, None], sinks).flatten(2, 3)
+        p = masked_softmax(logits[..., None, :], None if mask is None else mask[:, :, None], sinks).flatten(2, 3)
     mass = p.mean(axis=2) if rows.shape[2] > 1 else p.squeeze(2)
     # Values of width 0 are not worth starting a product for.
     out = p @ v.astype(mx.float32) if v.shape[-1] else mx.zeros((*p.shape[:3], 0))
     return out.astype(v.dtype).reshape(batch, n_query_heads, 1, v.shape[-1]), Mass(mass, mass)
 
 
-def _weighted(p: Float32[mx.array, "B H GN C"], weights: Float32[mx.array, "_ S N"]) -> Float32[mx.array, "B H S C"]:
+def weighted(p: Float32[mx.array, "B H GN C"], weights: Float32[mx.array, "_ S N"]) -> Float32[mx.array, "B H S C"]:
     """The sums over queries and group, one for each row of weights."""
     group = p.shape[2] // weights.shape[-1]
     each = mx.tile(weights, (1, 1, group))[:, None]
@@ -137,7 +137,7 @@ def decay_weights(
     return mx.where(age >= 0, mx.power(base, mx.maximum(age, 0).astype(mx.float32)), 0.0)
 
 
-def _block_mask(mask: mx.array | str | None, start: int, stop: int, shown: int) -> Bool[mx.array, "..."] | None:
+def block_mask(mask: mx.array | str | None, start: int, stop: int, shown: int) -> Bool[mx.array, "..."] | None:
     """The mask of one block, shaped to broadcast over [B, H, G, block, shown]."""
     if mask is None:
         return None
@@ -148,11 +148,12 @@ def _block_mask(mask: mx.array | str | None, start: int, stop: int, shown: int) 
     return mask[:, :, None, start:stop]
 
 
-def _softmax(
+def masked_softmax(
     logits: Float32[mx.array, "B H G N C"],
     mask: Bool[mx.array, "..."] | None,
     sinks: Float[mx.array, " Hq"] | None,
 ) -> Float32[mx.array, "B H G N C"]:
+    """Softmax over the rows that a query may see, and over its sink logit, whose share is left out."""
     if mask is not None:
         logits = mx.where(mask, logits, -mx.inf)
     if sinks is None:

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from h2o_core.scorer import scorer_of
 
 Queries = Literal["true", "key"]
 Positions = Literal["original", "rolling", "auto"]
@@ -64,6 +66,7 @@ raise budget above 20 or lower n_sink or grace
     evict_during_prefill: bool = True
     trained_length: int | None = None
     rewind: int = 0
+    scorer: Any = "h2o"  # a Scorer from __post_init__ on
 
     def __post_init__(self) -> None:
         _check_count("budget", self.budget, least=1)
@@ -91,11 +94,27 @@ raise budget above 20 or lower n_sink or grace
             )
         if self.trained_length is not None:
             self._check_trained_length(self.trained_length)
+        object.__setattr__(self, "scorer", scorer_of(self.scorer))
+        self._check_scorer()
 
     @property
     def n_long(self) -> int:
         """Places for the largest sums without decay."""
         return int(self.long_share * (self.budget - self.n_sink - self.grace))
+
+    def _check_scorer(self) -> None:
+        """Refuse what is set but would not be used."""
+        name, defaults = self.scorer.name, type(self).__dataclass_fields__
+        for setting in () if self.scorer.sums else ("decay", "long_share"):
+            value, default = getattr(self, setting), defaults[setting].default
+            if value != default:
+                raise ValueError(
+                    f"{setting} is for scorers that sum mass, and {name!r} does not, got {value}: leave it out"
+                )
+        if self.queries == "key" and self.scorer.needs & {"rows", "queries"}:
+            raise ValueError(f'scorer {name!r} needs the model\'s own queries, got queries="key": leave it out')
+        if self.queries == "key" and "mass" not in self.scorer.needs:
+            raise ValueError(f'scorer {name!r} looks at no query, got queries="key": leave it out')
 
     def _check_trained_length(self, length: int) -> None:
         _check_count("trained_length", length, least=1)

@@ -1,10 +1,14 @@
 """Who goes: the lowest score among the rows that may, and what stays when several must go."""
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 
 from h2o_core._shapes import Bool, Float, Float32, Integer
 from h2o_core.attention import attend
 from h2o_core.config import H2OConfig
+from h2o_core.evidence import gather
+from h2o_core.scorer import Scorer
 from h2o_core.scoring import observe
 from h2o_core.state import H2OState, emptied, grow, occupied, take, visible
 
@@ -96,6 +100,19 @@ def evict(config: H2OConfig, state: H2OState) -> tuple[H2OState, Integer[mx.arra
     return grow(take(state, slots), config.budget + 1), slots
 
 
+def check_keeps_values(scorer: Scorer) -> None:
+    """Check that a whole step can be done for a scorer in one function.
+
+    Raises:
+        ValueError: It merges values, of which the function has no new ones to return.
+    """
+    if scorer.merges:
+        raise ValueError(
+            f"decode_step changes no values, and scorer {scorer.name!r} merges them: call attend, gather, observe, "
+            "victims, merged and release"
+        )
+
+
 def decode_step(
     config: H2OConfig,
     state: H2OState,
@@ -104,6 +121,7 @@ def decode_step(
     v: Float[mx.array, "B H C Dv"],
     scale: float,
     sinks: Float[mx.array, " Hq"] | None = None,
+    given: Mapping[str, mx.array] | None = None,
 ) -> tuple[Float[mx.array, "B Hq 1 Dv"], H2OState, Integer[mx.array, "B H 1"]]:
     """Attend, observe and evict for one token that ``admit`` has given its slot.
 
@@ -117,12 +135,42 @@ def decode_step(
         v: Values, likewise.
         scale: Factor on the logits.
         sinks: Sink logits, see ``attend``.
+        given: The caller's inputs, for a scorer that needs any.
 
     Returns:
         The output, the state after the step, and the slot that was lowest; it has been emptied in the
         heads that held more than ``budget`` tokens.
+
+    Raises:
+        ValueError: The scorer merges values, which this leaves as they are, or an input is missing.
     """
-    out, mass = attend(q, k, v, scale, config.decay, visible(state, 1), sinks=sinks)
-    state = observe(config, state, mass, 1)
+    check_keeps_values(config.scorer)
+    shown = visible(state, 1)
+    out, mass = attend(q, k, v, scale, config.decay, shown, sinks=sinks)
+    evidence = gather(config, state, mass, q, k, v, scale, shown, sinks=sinks, given=given)
+    state = observe(config, state, evidence, 1)
     slots = victims(config, state)
     return out, release(config, state, slots), slots
+
+
+def merged(
+    config: H2OConfig,
+    state: H2OState,
+    v: Float[mx.array, "B H C Dv"],
+    slots: Integer[mx.array, "B H 1"],
+) -> Float[mx.array, "B H C Dv"]:
+    """Leave in the other rows' values what the scorer merges of those that ``release`` is about to empty.
+
+        v_c ← v_c + w_c · v_victim
+
+    Args:
+        config: Whose scorer merges, and the budget.
+        state: After ``observe``, before ``release``.
+        v: Values of all slots.
+        slots: The victims. A head that holds no more than ``budget`` tokens merges nothing.
+    """
+    over = occupied(state).sum(axis=-1, keepdims=True) > config.budget
+    weights = mx.where(over, config.scorer.shares(state, slots), 0.0)[..., None]
+    gone = mx.take_along_axis(v, slots[..., None], axis=2).astype(mx.float32)
+    # An empty slot's values may be anything finite, but what weighs nothing must leave a row as it is, bit for bit.
+    return mx.where(weights > 0, v.astype(mx.float32) + weights * gone, v).astype(v.dtype)

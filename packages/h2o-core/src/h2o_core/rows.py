@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -45,8 +46,34 @@ class Rows:
         return mx.concatenate(blocks, axis=-2) if blocks else mx.zeros(self.shape)
 
 
-def rows_of(attention: "mx.array | Rows") -> Rows:
-    """Read attention that is held in memory as rows, without a copy of it."""
+class Recording(NamedTuple):
+    """What is known of one layer's attention: either ``attention``, or ``queries``, ``keys`` and ``scale``."""
+
+    attention: mx.array | None = None
+    queries: mx.array | None = None
+    keys: mx.array | None = None
+    values: mx.array | None = None
+    scale: float | None = None
+    n_kv_heads: int | None = None
+
+    @property
+    def heads(self) -> int | None:
+        """KV heads, where they are known."""
+        return self.n_kv_heads if self.keys is None else self.keys.shape[-3]
+
+    def rows(self) -> Rows:
+        """The attention, made row by row where it is not held."""
+        if self.attention is not None:
+            return rows_of(self.attention)
+        if self.queries is None or self.keys is None or self.scale is None:
+            raise ValueError("a recording must have attention, or queries, keys and scale")
+        return softmax_rows(self.queries, self.keys, self.scale)
+
+
+def rows_of(attention: "mx.array | Rows | Recording") -> Rows:
+    """Read attention that is held in memory, or was recorded, as rows, without a copy of it."""
+    if isinstance(attention, Recording):
+        return attention.rows()
     if isinstance(attention, Rows):
         return attention
     return Rows(attention.shape, lambda start, stop: attention[..., start:stop, :])

@@ -1,17 +1,18 @@
 """Replay an attention trace through a configuration: what would have been kept, and what it received."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from h2o_core._shapes import Float, Float32, Int32
-from h2o_core.attention import Mass, decay_weights
 from h2o_core.config import H2OConfig
 from h2o_core.eviction import evict, release, victims
-from h2o_core.rows import Rows, rows_of
+from h2o_core.evidence import Evidence
+from h2o_core.rows import Recording, Rows, rows_of
 from h2o_core.scoring import observe
+from h2o_core.showing import attended, check, completed, continued
 from h2o_core.state import EMPTY, H2OState, admit, grow, init, occupied
 
 _STEP = 64  # slots added at a time while the budget is not reached
@@ -27,12 +28,14 @@ class Trace(NamedTuple):
 
 
 def simulate(
-    attention: Float[mx.array, "*b Hq T T"] | Iterable[mx.array],
+    attention: Float[mx.array, "*b Hq T T"] | Iterable[mx.array] | Recording,
     config: H2OConfig,
     prompt_len: int = 1,
     n_kv_heads: int | None = None,
     keep_positions: bool = True,
     chunk: int | Sequence[int] = 1,
+    inputs: Mapping[str, mx.array] | None = None,
+    recorded: Recording | None = None,
 ) -> Trace:
     """Replay recorded attention through a bounded cache.
 
@@ -43,14 +46,17 @@ def simulate(
     Args:
         attention: Probabilities, causal, each row summing to 1. Either all in one array, or ``Rows``, or any
             iterator over blocks of consecutive rows, [*b, Hq, n, W] with W at least the tokens so far, of which
-            one is in memory at a time. How it is cut into blocks plays no part.
-        config: The cache to simulate. Its ``queries``, ``positions`` and ``rewind`` play no part: the
-            attention is given.
+            one is in memory at a time. How it is cut into blocks plays no part. Or a ``Recording``, which has the
+            queries, keys and values that some scorers need.
+        config: The cache to simulate. Its ``queries``, ``positions`` and ``rewind`` play no part: the attention is
+            given. Nor does it change when a scorer merges values.
         prompt_len: Rows of the first call, 1 to T.
-        n_kv_heads: H, a divisor of Hq; None for one KV head per query head.
+        n_kv_heads: H, a divisor of Hq; None for the recording's, else for one KV head per query head.
         keep_positions: False leaves ``Trace.kept`` out, which grows with T.
         chunk: Rows of each call after the prompt, the last of which may have fewer; or a list of the first
             calls' rows, after which each row is a call.
+        inputs: What the configuration's scorer needs of the caller, by name.
+        recorded: The recording that ``attention`` was made from, where that is an iterator.
 
     Returns:
         The trace. Within a call of several tokens there are no steps, so its rows have ``kept`` only
@@ -58,20 +64,27 @@ def simulate(
         than ``budget`` tokens are held, and so is ``evicted`` where several go at once.
 
     Raises:
-        ValueError: A shape, ``prompt_len``, ``chunk`` or ``n_kv_heads`` does not fit.
+        ValueError: A shape, ``prompt_len``, ``chunk`` or ``n_kv_heads`` does not fit, or the scorer needs what is not
+            given.
 
     >>> trace = simulate(mx.tri(8)[None] / mx.arange(1, 9)[:, None], H2OConfig(4, n_sink=1, grace=1))
     >>> trace.kept[-1, 0].tolist()
     [0, 1, 2, 7]
     """
-    if isinstance(attention, (mx.array, Rows)):
-        _check_whole(attention.shape, prompt_len)
+    if isinstance(attention, Recording):
+        recorded = attention
+    check(config.scorer, recorded, inputs)
+    if n_kv_heads is None and recorded is not None:
+        n_kv_heads = recorded.heads
+    if isinstance(attention, (mx.array, Rows, Recording)):
         attention = rows_of(attention)
+        _check_whole(attention.shape, prompt_len)
     sizes = _call_sizes(prompt_len, chunk)
     replay: _Replay | None = None
     for block in attention:
         if replay is None:
             replay = _Replay(config, block, sizes, n_kv_heads, keep_positions)
+            replay.recorded, replay.inputs = recorded, inputs
         replay.read(block)
     if replay is None:
         raise ValueError("attention must have at least one row, got none")
@@ -92,7 +105,10 @@ class _Replay:
         self.batch, self.n_query_heads = (1, *block.shape)[-4:-2]
         self.n_heads = self.n_query_heads if n_kv_heads is None else n_kv_heads
         _check_heads(self.n_query_heads, self.n_heads)
-        self.state = init(self.batch, self.n_heads)
+        self.state = init(self.batch, self.n_heads, scorer=config.scorer)
+        self.recorded: Recording | None = None
+        self.inputs: Mapping[str, mx.array] | None = None
+        self.evidence: Evidence | None = None  # of the open call
         self.held = self.seen = self.of_call = 0  # rows: in each head, in all, in the open call
         self.left = next(sizes)  # rows that the open call still wants
         self.holding = not config.evict_during_prefill
@@ -133,17 +149,21 @@ class _Replay:
         return joined[0] if self.squeeze else joined
 
     def _observe(self, rows: Float32[mx.array, "B H G N W"]) -> None:
-        """Score with rows of the open call. Nothing goes before it ends, so its rows may come in parts."""
+        """Attend with rows of the open call. Nothing goes before it ends, so its rows may come in parts."""
         m = rows.shape[3]
         if m == 1 and self.held == self.state.positions.shape[-1]:
             self.state = grow(self.state, self.held + _STEP if self.held < self.config.budget else self.held + 1)
-        self.state, share = _attended(self.config, self.state, rows)
+        self.state, _ = admit(self.state, m)
+        part, share = attended(self.config, self.state, rows)
+        self.evidence = part if self.evidence is None else continued(self.config, self.evidence, part, m)
         self.retained.append(share.swapaxes(1, 2))
         self.held, self.seen, self.of_call, self.left = self.held + m, self.seen + m, self.of_call + m, self.left - m
-        mx.eval(self.state, self.retained[-1])
+        mx.eval(self.state, self.retained[-1], self.evidence)
 
     def _end_call(self) -> None:
-        n, before = self.of_call, self.state
+        n, scorer, evidence = self.of_call, self.config.scorer, self.evidence or Evidence()
+        evidence = completed(scorer, evidence, self.state, n, self.seen, self.recorded, self.inputs)
+        before = self.state = observe(self.config, self.state, evidence, n)
         self.holding = self.holding and n > 1
         if not self.holding and self.held > self.config.budget:
             self.state, self.held = _bounded(self.config, self.state), self.config.budget
@@ -151,7 +171,7 @@ class _Replay:
         self._log(self.evicted, gone, n)
         if self.keep_positions:
             self._log(self.kept, _held(self.config, self.state, self.held)[:, None], n)
-        self.of_call = 0
+        self.of_call, self.evidence = 0, None
         mx.eval(self.state, self.evicted[-1], self.kept[-1:])
 
     def _log(self, steps: list[mx.array], last: mx.array, n: int) -> None:
@@ -159,20 +179,6 @@ class _Replay:
         if n > 1:
             steps.append(mx.full((self.batch, n - 1, *last.shape[2:]), EMPTY, mx.int32))
         steps.append(last)
-
-
-def _attended(
-    config: H2OConfig, state: H2OState, rows: Float32[mx.array, "B H G N W"]
-) -> tuple[H2OState, Float32[mx.array, "B H N"]]:
-    """Admit and observe rows; also the share of each that fell on tokens held."""
-    n = rows.shape[3]
-    state, _ = admit(state, n)
-    place = mx.maximum(state.positions, 0)[:, :, None, None]
-    held = mx.where(occupied(state)[:, :, None, None], mx.take_along_axis(rows, place, axis=-1), 0.0)
-    total = held.sum(axis=-1, keepdims=True)
-    p = mx.where(total > 0, held / mx.where(total > 0, total, 1.0), 0.0).mean(axis=2)
-    mass = decay_weights(n, (config.decay, 1.0), None)[:, None] @ p
-    return observe(config, state, Mass(mass[:, :, 0], mass[:, :, 1]), n), total[..., 0].mean(axis=2)
 
 
 def _bounded(config: H2OConfig, state: H2OState) -> H2OState:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core._shapes import Bool, Float32, Int32, Integer
+from h2o_core.scorer import Scorer
 
 EMPTY = -1
 """The position of a slot that holds no token."""
@@ -20,18 +21,20 @@ class H2OState(NamedTuple):
     totals: Float32[mx.array, "B H C"]  # mass received in all, never decayed; 0 where the slot is empty
     positions: Int32[mx.array, "B H C"]  # absolute place in the sequence; EMPTY where the slot is empty
     seen: Int32[mx.array, " B"]  # tokens seen so far
+    extras: tuple[Float32[mx.array, "B H C *_"], ...] = ()  # a scorer's own; 0 where the slot is empty
 
 
-def init(batch: int, n_kv_heads: int, capacity: int = 0) -> H2OState:
+def init(batch: int, n_kv_heads: int, capacity: int = 0, *, scorer: Scorer | None = None) -> H2OState:
     """Make the state of sequences that have seen nothing.
 
     Args:
         batch: Sequences, B.
         n_kv_heads: KV heads, H.
         capacity: Empty slots to begin with, C.
+        scorer: Whose extras there are; None for a scorer without.
 
     Returns:
-        A state with scores and totals 0, positions EMPTY and seen 0.
+        A state with scores, totals and extras 0, positions EMPTY and seen 0.
 
     >>> init(1, 2, capacity=3).positions.shape
     (1, 2, 3)
@@ -42,6 +45,7 @@ def init(batch: int, n_kv_heads: int, capacity: int = 0) -> H2OState:
         totals=mx.zeros(shape, mx.float32),
         positions=mx.full(shape, EMPTY, mx.int32),
         seen=mx.zeros((batch,), mx.int32),
+        extras=() if scorer is None else tuple(mx.zeros((*shape, *more), mx.float32) for more in scorer.extras),
     )
 
 
@@ -53,17 +57,25 @@ def occupied(state: H2OState) -> Bool[mx.array, "B H C"]:
 def grow(state: H2OState, capacity: int) -> H2OState:
     """Add empty slots on the right until there are ``capacity``, which is at least C."""
     more = [(0, 0), (0, 0), (0, capacity - state.positions.shape[-1])]
+    extras = tuple(mx.pad(x, [*more, *[(0, 0)] * (x.ndim - 3)]) for x in state.extras)
     return state._replace(
         scores=mx.pad(state.scores, more),
         totals=mx.pad(state.totals, more),
         positions=mx.pad(state.positions, more, constant_values=mx.array(EMPTY, mx.int32)),
+        extras=extras,
     )
 
 
 def emptied(state: H2OState, gone: Bool[mx.array, "B H C"]) -> H2OState:
     """Empty the slots where ``gone``."""
     scores, totals = (mx.where(gone, 0.0, x) for x in (state.scores, state.totals))
-    return state._replace(scores=scores, totals=totals, positions=mx.where(gone, EMPTY, state.positions))
+    extras = tuple(mx.where(along(gone, x), 0.0, x) for x in state.extras)
+    return state._replace(scores=scores, totals=totals, positions=mx.where(gone, EMPTY, state.positions), extras=extras)
+
+
+def along(slots: mx.array, extra: mx.array) -> mx.array:
+    """Shape x [B, H, C] to go with what has more axes behind them."""
+    return slots.reshape(*slots.shape, *[1] * (extra.ndim - slots.ndim))
 
 
 def take(state: H2OState, slots: Integer[mx.array, "B H M"]) -> H2OState:
@@ -72,6 +84,7 @@ def take(state: H2OState, slots: Integer[mx.array, "B H M"]) -> H2OState:
         scores=mx.take_along_axis(state.scores, slots, axis=-1),
         totals=mx.take_along_axis(state.totals, slots, axis=-1),
         positions=mx.take_along_axis(state.positions, slots, axis=-1),
+        extras=tuple(mx.take_along_axis(x, along(slots, x), axis=2) for x in state.extras),
     )
 
 
@@ -100,8 +113,8 @@ def admit(
 
     One token goes to the first empty slot, of which every head must have one (``grow`` makes them). Several
     tokens go behind the last slot, so that the chunk's rows stand together and in order; the caller packs
-    first, so that no empty slot is left between. A fresh row has score and total 0: its own attention comes in
-    ``observe``.
+    first, so that no empty slot is left between. A fresh row has score, total and extras 0: its own attention
+    comes in ``observe``.
 
     Args:
         state: The state before the call.
@@ -126,11 +139,13 @@ def admit(
             slots = mx.argmin(mx.where(occupied(state), capacity, slot), axis=-1, keepdims=True)
         hit = slot == slots
         scores, totals = (mx.where(hit, 0.0, x) for x in (state.scores, state.totals))
-        return H2OState(scores, totals, mx.where(hit, new, state.positions), seen), slots
+        extras = tuple(mx.where(along(hit, x), 0.0, x) for x in state.extras)
+        return H2OState(scores, totals, mx.where(hit, new, state.positions), seen, extras), slots
     slots = mx.broadcast_to(index + capacity, new.shape)
     fresh = mx.zeros(new.shape, mx.float32)
     scores, totals = (mx.concatenate([x, fresh], axis=-1) for x in (state.scores, state.totals))
-    return H2OState(scores, totals, mx.concatenate([state.positions, new], axis=-1), seen), slots
+    extras = tuple(mx.concatenate([x, mx.zeros((*new.shape, *x.shape[3:]), mx.float32)], axis=2) for x in state.extras)
+    return H2OState(scores, totals, mx.concatenate([state.positions, new], axis=-1), seen, extras), slots
 
 
 def visible(state: H2OState, n_tokens: int, lengths: Int32[mx.array, " B"] | None = None) -> Bool[mx.array, "B H N C"]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core._shapes import Float, Float32, Int32
-from h2o_core.rows import Rows, causal, rows_of
+from h2o_core.rows import Recording, Rows, causal, rows_of
 from h2o_core.simulation import Trace
 
 
@@ -26,7 +26,7 @@ class Summary(NamedTuple):
     frozen: Float32[mx.array, "*b H"]  # share of the first ``budget`` tokens that never went
 
 
-def optimum(trace: Trace, attention: Float[mx.array, "*b Hq T T"] | Rows) -> Optimum:
+def optimum(trace: Trace, attention: Float[mx.array, "*b Hq T T"] | Rows | Recording) -> Optimum:
     """Compare what was held at each step with the best that as many tokens could have done for it.
 
     The best set of a step knows the step's row: the new token, and of the tokens before it the k with the most
@@ -106,7 +106,7 @@ def frozen(trace: Trace) -> Float32[mx.array, "*b T H"]:
     return mx.where((kept >= 0).any(axis=-1), early / first, mx.nan)
 
 
-def summarize(trace: Trace, attention: Float[mx.array, "*b Hq T T"] | Rows, start: int = 0) -> Summary:
+def summarize(trace: Trace, attention: Float[mx.array, "*b Hq T T"] | Rows | Recording, start: int = 0) -> Summary:
     """Sum a replay up in five numbers a head.
 
     Args:

@@ -12,36 +12,17 @@ A file holds layers, each under ``layers.N.`` or, if it is the only one, under n
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from h2o_core.rows import Rows, causal, rows_of, softmax_rows
+from h2o_core.rows import Recording, causal
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 ROW_SUM = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """How far from 1 a row may sum, by what it was stored as."""
 
 _NAME = re.compile(r"(?:layers\.(\d{1,5})\.)?(attention|queries|keys|values|scale|n_kv_heads)")
-
-
-class Recording(NamedTuple):
-    """What is known of one layer's attention: either ``attention``, or ``queries``, ``keys`` and ``scale``."""
-
-    attention: mx.array | None = None
-    queries: mx.array | None = None
-    keys: mx.array | None = None
-    values: mx.array | None = None
-    scale: float | None = None
-    n_kv_heads: int | None = None
-
-    def rows(self) -> Rows:
-        """The attention, made row by row where it is not held."""
-        if self.attention is not None:
-            return rows_of(self.attention)
-        if self.queries is None or self.keys is None or self.scale is None:
-            raise ValueError("a recording must have attention, or queries, keys and scale")
-        return softmax_rows(self.queries, self.keys, self.scale)
 
 
 def read_trace(path: str | Path, layer: int | None = None) -> Recording:

@@ -1,10 +1,12 @@
 """The decode step and eviction, by kernels: the signatures of ``h2o_core.eviction`` and their results."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, H2OState, observe, release, visible
+from h2o_core import H2OConfig, H2OState, gather, grow, observe, release, take, visible
+from h2o_core.eviction import check_keeps_values
 from h2o_metal._shapes import Float, Integer
 from h2o_metal.attention import Heads, attend, attend_parts, fits, heads_of, numbers_of, sinks_or_none, template_of
 from h2o_metal.kernel import launch
@@ -18,13 +20,14 @@ def decode_step(
     v: Float[mx.array, "B H C Dv"],
     scale: float,
     sinks: Float[mx.array, " Hq"] | None = None,
+    given: Mapping[str, mx.array] | None = None,
 ) -> tuple[Float[mx.array, "B Hq 1 Dv"], H2OState, Integer[mx.array, "B H 1"]]:
     """Attend, observe and evict for one token that ``admit`` has given its slot, as ``h2o_core.decode_step`` does.
 
     One launch, ``h2o_decode``. Where a head has more than ``attention.WHOLE`` slots and there are fewer than
     ``attention.BUSY`` heads, two: ``h2o_attend_part`` and ``h2o_decode_merge``. Keys and values are read once
-    either way, and where they lie. Heads that don't fit into a threadgroup (``attention.fits``) take the kernels of
-    a chunk, with small steps of mlx between, and keys are read three times.
+    either way, and where they lie. Heads that don't fit into a threadgroup (``attention.fits``), and scorers other
+    than H2O's own, take the kernels of a chunk, with small steps of mlx between, and keys are read three times.
 
     Args:
         config: Budget, protection, decay.
@@ -34,6 +37,7 @@ def decode_step(
         v: Values, likewise.
         scale: Factor on the logits.
         sinks: Sink logits.
+        given: The caller's inputs, for a scorer that needs any.
 
     Returns:
         The output, the state after the step in fresh buffers, and the slot that was lowest; it has been emptied in
@@ -41,9 +45,10 @@ def decode_step(
 
     Raises:
         RuntimeError: There is neither Metal nor CUDA here.
+        ValueError: As ``h2o_core.decode_step`` does.
     """
-    if not fits(q, k, v):
-        return _in_steps(config, state, q, k, v, scale, sinks)
+    if not config.scorer.plain or not fits(q, k, v):
+        return _in_steps(config, state, q, k, v, scale, sinks, given)
     heads = heads_of(q, k, v)
     inputs = {
         "q": q,
@@ -118,7 +123,8 @@ def evict(config: H2OConfig, state: H2OState) -> tuple[H2OState, Integer[mx.arra
     scores, totals, positions, kept = launch(
         "h2o_evict", _ranked(config, state), outputs, {}, groups=(1, batch * n_heads)
     )
-    return H2OState(scores, totals, positions, state.seen), kept
+    extras = grow(take(state, kept), config.budget + 1).extras if state.extras else ()
+    return H2OState(scores, totals, positions, state.seen, extras), kept
 
 
 def _in_steps(
@@ -129,9 +135,12 @@ def _in_steps(
     v: mx.array,
     scale: float,
     sinks: mx.array | None,
+    given: Mapping[str, mx.array] | None,
 ) -> tuple[mx.array, H2OState, mx.array]:
-    out, mass = attend(q, k, v, scale, config.decay, visible(state, 1), sinks=sinks)
-    state = observe(config, state, mass, 1)
+    check_keeps_values(config.scorer)
+    shown = visible(state, 1)
+    out, mass = attend(q, k, v, scale, config.decay, shown, sinks=sinks)
+    state = observe(config, state, gather(config, state, mass, q, k, v, scale, shown, None, sinks, given), 1)
     slots = victims(config, state)
     return out, release(config, state, slots), slots
 
@@ -147,7 +156,9 @@ def _stepped(heads: Heads, dtype: mx.Dtype) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _ranked(config: H2OConfig, state: H2OState) -> dict[str, mx.array]:
-    return {**state._asdict(), "limits": _limits(config)}
+    return {"scores": state.scores, "totals": state.totals, "positions": state.positions, "seen": state.seen} | {
+        "limits": _limits(config)
+    }
 
 
 # Decode asks for the same ones in every layer and step.

@@ -27,7 +27,8 @@ class Books(ABC):
         self._end_call()
         if self._slots is None:
             return 0
-        held = (self._slots.keys, self._slots.values, *self._slots.state, self._ranks, self.offset)
+        state = self._slots.state
+        held = (self._slots.keys, self._slots.values, *state[:4], *state.extras, self._ranks, self.offset)
         return sum(int(x.nbytes) for x in held if isinstance(x, mx.array))
 
     @property

@@ -159,7 +159,8 @@ class Calls(Batch):
         return tied
 
     def _due(self) -> list[mx.array]:
-        return [x for x in (*(self._mass or ()), *self._live().state, self._free) if x is not None]
+        state = self._live().state
+        return [x for x in (*(self._mass or ()), *state[:4], *state.extras, self._free) if x is not None]
 
     def observe(self, mass: Mass) -> None:
         """Take the mass that the open call's attention gave to each row it attended to.
@@ -195,6 +196,7 @@ class Calls(Batch):
             keys = self.backend.derotate(slots.keys, slots.state.positions, self.rotation)
             slots = slots._replace(keys=only(call.turning, keys, slots.keys))
         self._slots, self._open, self._mass = slots, 0, None
+        self.ledger.forget(self.layer)
 
     def _last_call(self) -> Call:
         if self._call is None:

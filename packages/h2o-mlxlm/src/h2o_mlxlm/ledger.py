@@ -38,6 +38,11 @@ class Ledger:
         # Caches that are copied together share the new one.
         return Ledger()
 
+    def forget(self, layer: int) -> None:
+        """Drop what is left to do in a layer: somebody has done it."""
+        self._left.pop(layer, None)
+        self._done.pop(layer, None)
+
     def turn(self, layer: int, step: Step) -> tuple[H2OState, mx.array]:
         """Do it: what ``observe``, ``victims`` and ``admit`` do, by the reference.
 
@@ -72,10 +77,11 @@ def _same(a: Step, b: Step) -> bool:
 def _turn(config: H2OConfig) -> Callable[[list[H2OState], list[mx.array]], list[tuple[H2OState, mx.array]]]:
     def turn(states: list[H2OState], masses: list[mx.array]) -> list[tuple[H2OState, mx.array]]:
         # Layers stand behind one another like the sequences of a batch.
-        state, mass = H2OState(*map(mx.concatenate, map(list, zip(*states, strict=True)))), mx.concatenate(masses)
+        scores, totals, positions, seen = [mx.concatenate([s[i] for s in states]) for i in range(4)]
+        state, mass = H2OState(scores, totals, positions, seen), mx.concatenate(masses)
         state = observe(config, state, Mass(mass, mass), 1)
         state, slots = admit(state, 1, slots=victims(config, state))
-        parts = [mx.split(x, len(states)) for x in (*state, slots)]
-        return [(H2OState(*one[:-1]), one[-1]) for one in zip(*parts, strict=True)]
+        parts = [mx.split(x, len(states)) for x in (*state[:4], slots)]
+        return [(H2OState(*books), slots) for *books, slots in zip(*parts, strict=True)]
 
     return mx.compile(turn)

@@ -7,6 +7,7 @@ nothing but counts, and none where all sequences have as many.
 from collections.abc import Sequence
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from h2o_core import H2OConfig, H2OState, init
 from h2o_core.state import emptied
@@ -59,7 +60,7 @@ def chosen(slots: Slots, sequences: Sequence[int], n_rows: int) -> Slots:
     """Take sequences out, in the given order; ``n_rows`` is the most that any of them has."""
     at = mx.array(list(sequences), mx.int32)
     keys, values, state = slots
-    taken = Slots(keys[at], values[at], H2OState(*[x[at] for x in state]))
+    taken = Slots(keys[at], values[at], tree_map(lambda x: x[at], state))
     return packed(taken, n_rows)
 
 
@@ -84,7 +85,7 @@ def joined(parts: Sequence[tuple[Slots | None, int, int]]) -> Slots | None:
     width = max(map(capacity, present))
     rest = iter(present)
     full = [widened(_none(present[0], batch) if slots is None else next(rest), width) for slots, batch, _ in parts]
-    state = H2OState(*[mx.concatenate(list(x)) for x in zip(*[slots.state for slots in full], strict=True)])
+    state: H2OState = tree_map(lambda *x: mx.concatenate(list(x)), *[slots.state for slots in full])
     return Slots(mx.concatenate([x.keys for x in full]), mx.concatenate([x.values for x in full]), state)
 
 

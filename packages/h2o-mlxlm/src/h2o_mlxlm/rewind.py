@@ -142,7 +142,10 @@ class Rewind(Calls):
     def nbytes(self) -> int:
         """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions, offsets, newest tokens."""
         held = super().nbytes
-        kept = [(*token.state, token.slot, *(token.gone or ())[1:], *(token.moved or ())) for token in self._newest]
+        kept = [
+            (*token.state[:4], *token.state.extras, token.slot, *(token.gone or ())[1:], *(token.moved or ()))
+            for token in self._newest
+        ]
         return held + sum(int(x.nbytes) for x in chain(*kept, self._vacant or ()))
 
     def _take_back(self, n: int) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from h2o_core.cli import commands, inputs
+from h2o_core.cli import commands, inputs, texts
 from h2o_core.config import H2OConfig
 
 __all__ = ["main"]
@@ -62,9 +62,11 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="append",
         metavar="'[NAME] FIELD=VALUE …'",
-        help=f"Fields of H2OConfig such as 'grace=16 decay=1.0', over those of {inputs.NAMES}, or the defaults; "
+        help=f"Fields of H2OConfig such as 'grace=16 decay=1.0', over those of {texts.NAMES}, or the defaults, "
+        "or a scorer and its parameters such as 'snapkv window=16'; "
         "once for each cache (all of these)",
     )
+    add("--scorers", action="store_true", help="Every scorer that the trace has enough for; the others are named")
     add("--plot", metavar="FILE.png", help="Draw mass retained and positions kept (needs matplotlib)")
 
 

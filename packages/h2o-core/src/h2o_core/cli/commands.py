@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h2o_core.cli import inputs
+from h2o_core.cli import inputs, texts
 from h2o_core.config import H2OConfig
+from h2o_core.scorer import scorer_names
 
 if TYPE_CHECKING:
     from h2o_core.simulation import Trace
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     config, attention = inputs.config_from(args), inputs.read_attention(args)
-    replay = _replayed("h2o", config, attention)
+    replay = _replayed(config.scorer.name, config, attention)
     trace = replay.trace
     if args.out is not None:
         if not args.out.endswith(".safetensors"):
@@ -48,12 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Replay attention through several caches."""
-    configs = inputs.configs_from(args.config, args.budget)
+    configs = {} if args.scorers and not args.config else texts.configs_from(args.config, args.budget)
     if args.plot is not None:
         from h2o_core.cli.plot import check
 
         check(args.plot)
     attention = inputs.read_attention(args)
+    if args.scorers:
+        configs |= _fed(texts.configs_from(scorer_names(), args.budget), attention)
     replays = [_replayed(name, config, attention) for name, config in configs.items()]
     if args.plot is not None:
         from h2o_core.cli.plot import draw
@@ -69,7 +73,8 @@ def compare(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Make attention up and write it, what was planted beside it."""
-    from h2o_core.traces import Recording, write_trace
+    from h2o_core.rows import Recording
+    from h2o_core.traces import write_trace
 
     made = inputs.make(args.kind, args)
     truth = [heavy._asdict() for heavy in made.truth]
@@ -103,15 +108,31 @@ def _replayed(name: str, config: H2OConfig, attention: inputs.Attention) -> Repl
     from h2o_core.simulation import simulate
     from h2o_core.summaries import summarize
 
-    rows, n_kv_heads, prompt_len, chunk = attention
+    rows, n_kv_heads, prompt_len, chunk, recorded, _ = attention
     blocks = inputs.counted(rows, name)
     # A number of rows that no trace has is known before it is read.
     if not 1 <= prompt_len <= rows.shape[-1]:
         raise ValueError(
             f"--prompt-len must be between 1 and the {rows.shape[-1]} steps of the trace, got {prompt_len}"
         )
-    trace = simulate(blocks, config, prompt_len, n_kv_heads, chunk=chunk)
+    found = inputs.inputs_for(config.scorer, attention)
+    trace = simulate(blocks, config, prompt_len, n_kv_heads, chunk=chunk, inputs=found, recorded=recorded)
     return Replay(name, config, trace, summarize(trace, rows, start=prompt_len % rows.shape[-1]))
+
+
+def _fed(configs: dict[str, H2OConfig], attention: inputs.Attention) -> dict[str, H2OConfig]:
+    """The configurations whose scorer gets what it needs of the trace; of each of the others a line of why not."""
+    from h2o_core.showing import check
+
+    fed = {}
+    for name, config in configs.items():
+        try:
+            check(config.scorer, attention.recorded, inputs.inputs_for(config.scorer, attention))
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+        else:
+            fed[name] = config
+    return fed
 
 
 def _told(replay: Replay) -> dict[str, Any]:

@@ -7,21 +7,19 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o_core.cli.texts import scorer_from
 from h2o_core.config import H2OConfig
-from h2o_core.variants import VARIANTS
+from h2o_core.scorer import Scorer
 
 if TYPE_CHECKING:
     from h2o_core.generators import Planted
-    from h2o_core.rows import Rows
-    from h2o_core.traces import Recording
+    from h2o_core.rows import Recording, Rows
 
 KINDS = ("zipf", "shift", "needles", "recency", "uniform")
 """What ``h2o_core.generators`` makes."""
 
-NAMES = ", ".join(VARIANTS)
 _SECONDS = 0.2  # between two looks at the counter
 
 
@@ -32,6 +30,8 @@ class Attention(NamedTuple):
     n_kv_heads: int | None
     prompt_len: int
     chunk: int
+    recorded: "Recording | None" = None  # with what some scorers need
+    given: "dict[str, Any] | None" = None  # the inputs of scorers, from a file
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,7 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, help="KV heads (the trace's; else one for each query head)")
     add("--prompt-len", type=int, default=1, help="Rows of the first call (%(default)s)")
     add("--chunk", type=int, default=1, help="Rows of each call after it (%(default)s)")
+    add("--inputs", metavar="FILE.safetensors", help="What scorers need of the caller, by name, such as reconstruction")
     add_made(parser)
 
 
@@ -65,69 +66,60 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add("--n-sink", type=int, help=f"Leading tokens never evicted ({d.n_sink})")
     add("--grace", type=int, help=f"Newest tokens never evicted ({d.grace} of {d.budget})")
     add("--decay", type=float, help=f"Factor on scores per token, in (0, 1] ({d.decay})")
+    add("--scorer", help="What scores, with parameters: 'snapkv window=16' (h2o)")
     add("--long-share", type=float, help=f"Share of places for old sums ({d.long_share})")
     add("--no-evict-during-prefill", dest="evict_during_prefill", action="store_false", help="Hold the whole prompt")
 
 
 def config_from(args: argparse.Namespace) -> H2OConfig:
     """Make the configuration that ``add_config``'s flags ask for."""
-    return H2OConfig(**{name: value for name, value in vars(args).items() if name in H2OConfig.__dataclass_fields__})
-
-
-def configs_from(texts: list[str] | None, budget: int) -> dict[str, H2OConfig]:
-    """Read configurations, each from a text such as ``"text-generation budget=128"``.
-
-    Args:
-        texts: None for the defaults and every published variant.
-        budget: Where a text does not say.
-
-    Returns:
-        By text, the defaults as ``default``.
-
-    Raises:
-        ValueError: A name or a field is not known, or a value does not fit.
-
-    >>> list(configs_from(["grace=8", "algorithm-1"], 64).values())[0].grace
-    8
-    """
-    found = {}
-    for text in ["", *VARIANTS] if texts is None else texts:
-        words = text.split()
-        fields = dict(_field(word) for word in words if "=" in word)
-        names = [word for word in words if "=" not in word and word != "default"]
-        unknown = [name for name in names if name not in VARIANTS]
-        if len(names) > 1 or unknown:
-            raise ValueError(f"a configuration is one of {NAMES}, or none, and FIELD=VALUE, got {text!r}")
-        size = fields.pop("budget", budget)
-        config = replace(VARIANTS[names[0]](size), **fields) if names else H2OConfig(budget=size, **fields)
-        found[" ".join(words) or "default"] = config
-    return found
-
-
-def _field(word: str) -> tuple[str, Any]:
-    name, _, text = word.partition("=")
-    known = H2OConfig.__dataclass_fields__
-    if name not in known:
-        raise ValueError(f"{name!r} is no field of H2OConfig: there are {', '.join(known)}")
-    if text in ("True", "true", "False", "false") and isinstance(known[name].default, bool):
-        return name, text in ("True", "true")
-    for kind in (int, float):
-        try:
-            return name, kind(text)
-        except ValueError:
-            continue
-    return name, text
+    fields = {name: value for name, value in vars(args).items() if name in H2OConfig.__dataclass_fields__}
+    if "scorer" in fields:
+        fields["scorer"] = scorer_from(fields["scorer"])
+    return H2OConfig(**fields)
 
 
 def read_attention(args: argparse.Namespace) -> Attention:
     """Read the trace that the flags name, or make it up."""
+    given = _given(args.inputs)
     if args.attention in KINDS:
         if args.layer is not None:
             raise ValueError(f"--layer is for a trace in a file, got {args.attention}")
-        return Attention(make(args.attention, args).attention, args.kv_heads, args.prompt_len, args.chunk)
+        rows = make(args.attention, args).attention
+        return Attention(rows, args.kv_heads, args.prompt_len, args.chunk, None, given)
     recording = _read(args)
     n_kv_heads = recording.n_kv_heads if args.kv_heads is None else args.kv_heads
-    return Attention(recording.rows(), n_kv_heads, args.prompt_len, args.chunk)
+    return Attention(recording.rows(), n_kv_heads, args.prompt_len, args.chunk, recording, given)
+
+
+def inputs_for(scorer: Scorer, attention: Attention) -> dict[str, Any] | None:
+    """Choose what a scorer needs of the caller: from the file, else estimated from the trace's queries.
+
+    An estimate from the queries that are replayed knows more than one from another text would.
+    """
+    found = {name: x for name, x in (attention.given or {}).items() if name in scorer.inputs}
+    missing, recording = scorer.inputs - found.keys(), attention.recorded
+    if recording is not None and recording.queries is not None:
+        if "filters" in missing:
+            from h2o_core.scorers.qfilters import filters_from
+
+            found["filters"] = filters_from(recording.queries, attention.n_kv_heads or recording.heads or 1)
+        if "query_mean" in missing:
+            from h2o_core.scorers.expected_attention import statistics_from
+
+            found |= statistics_from(recording.queries, recording.scale or 1.0) | found
+    return found or None
+
+
+def _given(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    import mlx.core as mx
+
+    try:
+        return dict(mx.load(path, format="safetensors"))  # type: ignore[arg-type]
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"--inputs {path} is no safetensors file: {error}") from error
 
 
 def _read(args: argparse.Namespace) -> "Recording":

@@ -10,6 +10,8 @@ import mlx.core as mx
 from h2o_core.simulation import Trace
 
 _MOST = 1024  # cells of a map along an axis: more can't be told apart in a picture
+_COLUMNS = 4  # maps side by side
+_LINES = ("-", "--", ":")
 _SMOOTH = 16  # steps that a point of the curves is the mean of
 
 
@@ -26,19 +28,24 @@ def check(path: str) -> None:
 
 
 def draw(path: str, traces: Mapping[str, Trace]) -> None:
-    """Draw the traces of one attention, by name: curves above, one map of kept positions each below."""
+    """Draw the traces of one attention, by name: curves above, and below a map of kept positions each, in rows."""
     from matplotlib.figure import Figure
 
-    n = len(traces)
-    figure = Figure(figsize=(max(8, 3.2 * n), 7), layout="constrained")
-    axes = figure.subplot_mosaic([["mass"] * n, [f"map {i}" for i in range(n)]])
+    columns = min(len(traces), _COLUMNS)
+    rows = -(-len(traces) // columns)
+    places = [f"map {i}" if i < len(traces) else "." for i in range(rows * columns)]
+    maps = [places[i * columns : (i + 1) * columns] for i in range(rows)]
+    figure = Figure(figsize=(max(9, 3 * columns), 3.5 + 3 * rows), layout="constrained")
+    axes = figure.subplot_mosaic([["mass"] * columns, *maps], height_ratios=[3.5, *[3] * rows])
     for i, (name, trace) in enumerate(traces.items()):
-        axes["mass"].plot(*smoothed(trace), label=name)
+        # Ten colours are told apart, then the line changes.
+        axes["mass"].plot(*smoothed(trace), label=name, color=f"C{i % 10}", linestyle=_LINES[i // 10 % len(_LINES)])
         below, steps = axes[f"map {i}"], trace.retained.shape[-2]
         below.imshow(map_of(trace), origin="lower", extent=(0, steps, 0, steps), cmap="Blues", vmin=0, vmax=1)
-        below.set(title=name, xlabel="position", ylabel="step" if i == 0 else "")
-    axes["mass"].set(xlabel="step", ylabel="mass retained", ylim=(0, 1.02))
-    axes["mass"].legend()
+        below.set_title(name, fontsize="small")
+        below.set(xlabel="position", ylabel="" if i % columns else "step")
+    axes["mass"].set(xlabel="step", ylabel="mass retained", ylim=(None, 1.02))
+    axes["mass"].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     figure.savefig(path)
 
 
