@@ -167,6 +167,10 @@ def test_tokens_that_can_be_taken_back_come_one_by_one_or_are_refused(arch):
             caches(model, arch, rewind=4)
         return
     made, ours = caches(model, arch, rewind=4)
+    if arch.name == "stablelm":  # converts its keys after its cache has seen them
+        with pytest.raises(ValueError, match="must attend to the keys and values that its cache returned"):
+            logits(model, made)
+        return
     close(logits(model, made), logits(model, plain_cache(model)))
     assert {c.trim(4) for c in ours} == {4}
 
