@@ -77,7 +77,8 @@ def _same(a: Step, b: Step) -> bool:
 def _turn(config: H2OConfig) -> Callable[[list[H2OState], list[mx.array]], list[tuple[H2OState, mx.array]]]:
     def turn(states: list[H2OState], masses: list[mx.array]) -> list[tuple[H2OState, mx.array]]:
         # Layers stand behind one another like the sequences of a batch.
-        scores, totals, positions, seen = [mx.concatenate([s[i] for s in states]) for i in range(4)]
+        books = zip(*[(s.scores, s.totals, s.positions, s.seen) for s in states], strict=True)
+        scores, totals, positions, seen = [mx.concatenate(list(x)) for x in books]
         state, mass = H2OState(scores, totals, positions, seen), mx.concatenate(masses)
         state = observe(config, state, Mass(mass, mass), 1)
         state, slots = admit(state, 1, slots=victims(config, state))
