@@ -210,9 +210,9 @@ def test_a_budget_is_tokens_or_memory(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
-def filled(model, budget):
+def filled(model, budget, **how):
     """Bytes of full caches of that budget."""
-    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0))
+    caches = h2o_mlxlm.make_prompt_cache(model, H2OConfig(budget=budget, n_sink=0, grace=0), **how)
     mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches)
@@ -221,18 +221,25 @@ def filled(model, budget):
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
 def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes):
     model = make_model()
-    tokens = generate.tokens_in(model, n_bytes)
+    tokens = generate.tokens_in(model, n_bytes, {})
     assert filled(model, tokens) <= n_bytes < filled(model, tokens + 1)
+
+
+def test_a_memory_budget_holds_more_rows_if_they_are_quantised(make_model):
+    model, how = make_model(head_dim=32), {"kv_bits": 4, "kv_group_size": 32}
+    tokens = generate.tokens_in(model, 33_333.0, how)
+    assert filled(model, tokens, **how) <= 33_333.0 < filled(model, tokens + 1, **how)
+    assert tokens > 3 * generate.tokens_in(model, 33_333.0, {})
 
 
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
 def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
-    assert H2OConfig(budget=generate.tokens_in(make_model(), n_bytes)).budget > 2**29
+    assert H2OConfig(budget=generate.tokens_in(make_model(), n_bytes, {})).budget > 2**29
 
 
 def test_json_is_one_object_with_the_issues_keys(report):
     got = report("--prompt", LONG, *SMALL)
-    assert list(got) == ["text", *COUNTS, "backend", "config"]
+    assert list(got) == ["text", *COUNTS, "backend", "kv_bits", "config"]
     assert got["kept_tokens"] <= 24
     seen = got["kept_tokens"] + got["evictions"]
     # The last token that is shown may have been fed to the model, or not.
@@ -371,3 +378,17 @@ def test_a_back_end_by_name_runs_or_is_refused(run, report, monkeypatch):
     code, out, err = run("--prompt", "hello", *SMALL, "--backend", "metal")
     assert (code, out) == (2, "")
     assert 'backend="metal" needs Metal' in err
+
+
+def test_rows_can_be_stored_in_fewer_bits(run, report, make_folder):
+    folder = str(make_folder(head_dim=32))
+    flags = ("--prompt", LONG, *SMALL, "--model", folder)
+    plain = report(*flags)
+    few = report(*flags, "--kv-bits", "4", "--kv-group-size", "32")
+    assert (plain["kv_bits"], few["kv_bits"]) == (None, 4)
+    assert few["evictions"] > 0
+    assert few["cache_bytes"] < plain["cache_bytes"] / 3
+    assert few["full_cache_bytes"] / plain["full_cache_bytes"] == pytest.approx(1, rel=0.5)
+    assert_refused(run("--kv-bits", "5"), "kv_bits must be None or 8 or 4, or a pair", "got 5")
+    assert_refused(run("--kv-group-size", "32"), "do nothing without kv_bits")
+    assert_refused(run("--kv-bits", "8", "--kv-group-size", "32"), "keys have a head size of 16", "leave kv_bits out")

@@ -15,11 +15,14 @@ from mlx_lm.models.cache import _BaseCache
 from h2o_core import H2OConfig, H2OState
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.calls import Calls
+from h2o_mlxlm.checks import check_positions
 from h2o_mlxlm.counts import Count
+from h2o_mlxlm.forms import Pair, Stored, forms
 from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
 from h2o_mlxlm.slots import Slots
+from h2o_mlxlm.stores import rows_of
 from h2o_rope import Rotation
 
 
@@ -33,10 +36,13 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         scale: The model's factor on its logits. Needed for ``queries="key"`` alone; None is D^-0.5.
         rotation: The model's rotary embedding. Needed for ``positions="rolling"`` and ``"auto"`` alone.
         backend: Who does the arithmetic, or its name; see ``backend_of``.
+        kv_bits: 8 or 4 stores rows quantised, None as they come; a pair is for keys and for values.
+        kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
+        kv_quantizer: ``"per_token"``, ``"kivi"`` or ``"gear"``; see ``make_prompt_cache``.
 
     Raises:
         ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
-            ``trained_length``; a back end that can't run here.
+            ``trained_length``; a back end that can't run here; a way to store rows that there is none of.
     """
 
     def __init__(
@@ -45,21 +51,17 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         scale: float | None = None,
         rotation: Rotation | None = None,
         backend: Backend | str = "auto",
+        kv_bits: int | Pair | None = None,
+        kv_group_size: int | Pair = 64,
+        kv_quantizer: str = "per_token",
     ) -> None:
-        if config.positions != "original" and rotation is None:
-            raise ValueError(
-                f'positions="{config.positions}" needs the rotation of the model\'s keys, got rotation=None: '
-                "make the cache with make_prompt_cache(model, config), or pass rotation_of(rope)"
-            )
-        if config.positions == "auto" and config.trained_length is None:
-            raise ValueError(
-                'positions="auto" needs trained_length, got None: make the cache with '
-                "make_prompt_cache(model, config), which asks the model, or set it"
-            )
         self.config = config
         self.scale = scale
         self.backend = backend_of(backend) if isinstance(backend, str) else backend
         self.ledger, self.layer = Ledger(), 0  # until caches of one model come to share one
+        self.storage = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_quantizer": kv_quantizer}
+        self.forms = forms(kv_bits, kv_group_size, kv_quantizer)
+        check_positions(config, rotation, self.forms)
         self.rotation = None if config.positions == "original" else rotation
         holding, rolling = not config.evict_during_prefill, config.positions == "rolling"
         self._begin((Count(holding=holding, rolling=rolling),))
@@ -84,22 +86,25 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         return None if N == 1 else "causal"
 
     @property
-    def keys(self) -> mx.array | None:
-        """Keys of all slots [B, H, C, D], None while nothing has been seen; some models set them."""
-        return None if self._slots is None else self._slots.keys
+    def keys(self) -> Stored | None:
+        """Keys of all slots as they are stored, None while nothing has been seen; some models set them.
+
+        An array [B, H, C, D], or three of them if quantised: words, scales, biases.
+        """
+        return None if self._slots is None else self._slots.keys.stored
 
     @keys.setter
-    def keys(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(keys=value)
+    def keys(self, value: Stored) -> None:
+        self._slots = self._live()._replace(keys=rows_of(value, self.forms[0]))
 
     @property
-    def values(self) -> mx.array | None:
+    def values(self) -> Stored | None:
         """Values of all slots [B, H, C, Dv], likewise."""
-        return None if self._slots is None else self._slots.values
+        return None if self._slots is None else self._slots.values.stored
 
     @values.setter
-    def values(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(values=value)
+    def values(self, value: Stored) -> None:
+        self._slots = self._live()._replace(values=rows_of(value, self.forms[1]))
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -109,13 +114,13 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         scalars = {
             "config": asdict(self.config),
             "scale": self.scale,
+            "storage": self.storage,
             "rotation": None if self.rotation is None else list(self.rotation[1:]),
             "counts": self._counts,
             "batched": self._batched,
             "to_come": self._to_come,
         }
-        slots = self._slots
-        arrays = [None] * 6 if slots is None else [slots.keys, slots.values, *slots.state]
+        arrays = [None] * 6 if self._slots is None else [self.keys, self.values, *self._slots.state]
         return (*arrays, frequencies, json.dumps(scalars))
 
     @state.setter
@@ -123,8 +128,10 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         keys, values, *books, frequencies, text = value
         scalars = json.loads(text)
         rotation = None if frequencies is None else Rotation(frequencies, *scalars["rotation"])
-        H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation)
-        self._slots = None if keys is None else Slots(keys, values, H2OState(*books))
+        H2OKVCache.__init__(self, H2OConfig(**scalars["config"]), scalars["scale"], rotation, **scalars["storage"])
+        if keys is not None:
+            as_keys, as_values = self.forms
+            self._slots = Slots(rows_of(keys, as_keys), rows_of(values, as_values), H2OState(*books))
         self._batched, to_come = scalars["batched"], scalars["to_come"]
         self._to_come = None if to_come is None else tuple(to_come)
         self._count(tuple(Count(*count) for count in scalars["counts"]))
@@ -141,10 +148,10 @@ class H2OKVCache(Calls, _BaseCache):  # type: ignore[misc]
         )
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
-        """Refuse: rows are stored as the model makes them."""
+        """Refuse: a cache stores rows in one form from its first token on."""
         raise ValueError(
-            f"an H2O cache can't be quantised (asked for kv_bits={bits}): leave kv_bits out, "
-            "or lower budget to save memory"
+            f"an H2O cache is quantised from its first token or not at all (mlx_lm asked for kv_bits={bits}): leave "
+            f"kv_bits out of the call and use make_prompt_cache(model, config, kv_bits={bits}), or install likewise"
         )
 
 

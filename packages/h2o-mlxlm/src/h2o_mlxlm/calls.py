@@ -12,9 +12,11 @@ from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, called
+from h2o_mlxlm.forms import RowForm
 from h2o_mlxlm.ledger import Ledger, Step
-from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
-from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, rows_at, scored, written
+from h2o_mlxlm.ragged import lengths_of, per_sequence, settled, visibility
+from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, scored, written
+from h2o_mlxlm.stores import only, rows_at
 from h2o_rope import Rotation
 
 
@@ -58,7 +60,7 @@ class Calls(Batch):
             Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.
 
         Raises:
-            ValueError: Batch, heads, width or dtype differ from the calls before.
+            ValueError: Batch, heads, width or dtype differ from the calls before, or groups don't divide a row.
             RuntimeError: The call before this one was never reported to ``observe``.
         """
         n = keys.shape[2]
@@ -70,7 +72,7 @@ class Calls(Batch):
         if self.rotation is not None and any(c.rolling for c in call.before):
             places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
-        slots = none_yet(keys, values) if self._slots is None else self._slots
+        slots = none_yet(keys, values, self.forms) if self._slots is None else self._slots
         if mass is not None:
             state, where = self.ledger.turn(self.layer, Step(self.config, slots.state, mass.total))
             self._slots, self._mass = replaced(slots, state, where, keys, values), None
@@ -96,13 +98,12 @@ class Calls(Batch):
         shown = self.size() if call is None else call.most + call.n_tokens
         if call is None:
             slots = packed(slots, shown)
-        keys, values, _ = slots
+        opened = None if self._whole or shown == capacity(slots) else shown
+        keys, values = slots.keys.opened(opened), slots.values.opened(opened)
         rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
         if self.rotation is not None and any(rolling):
-            places = self._places(slots, call, shown)
+            places = self._places(slots, call, shown)[..., :opened]
             keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown), keys)
-        if not self._whole and shown < capacity(slots):
-            keys, values = keys[:, :, :shown], values[:, :, :shown]
         return keys, values
 
     def view(self) -> tuple[mx.array | Literal["causal"] | None, mx.array | None]:
@@ -179,8 +180,8 @@ class Calls(Batch):
         if not even:
             slots = settled(self.config, self.backend, slots, over, self.size())
         if self.rotation is not None and any(call.turning):
-            keys = self.backend.derotate(slots.keys, slots.state.positions, self.rotation)
-            slots = slots._replace(keys=only(call.turning, keys, slots.keys))
+            keys = self.backend.derotate(slots.keys.opened(), slots.state.positions, self.rotation)
+            slots = slots._replace(keys=slots.keys.replaced(keys, call.turning))
         self._slots, self._open, self._mass = slots, 0, None
 
     def _last_call(self) -> Call:
@@ -202,7 +203,7 @@ class Calls(Batch):
         if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
             return False
         turning = self.rotation is not None and any(call.turning)
-        return all(call.over) and not turning and self._live().keys.shape[2] == width
+        return all(call.over) and not turning and capacity(self._live()) == width
 
     def _count(self, counts: Counts) -> None:
         self._counts = counts
@@ -225,7 +226,7 @@ class Calls(Batch):
         n = keys.shape[2]
         if n > 1:
             keys = shown[:, :, -n:]
-        elif self.rotation is not None:
+        elif self.rotation is not None or self.forms[0] != RowForm():
             keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         return self.backend.attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]

@@ -13,8 +13,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
-from h2o_mlxlm.backend import Backend, backend_of
+from h2o_mlxlm.backend import backend_of
 from h2o_mlxlm.cache import H2OKVCache, share
+from h2o_mlxlm.forms import Pair, forms
+from h2o_mlxlm.models import head_dim_of
 from h2o_rope import Rotation, rotation_of
 
 # Models that take a row's place in the cache for its position, with any configuration.
@@ -38,7 +40,15 @@ NO_ROLLING = {
 }
 
 
-def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> list[Any]:
+def make_prompt_cache(
+    model: nn.Module,
+    config: H2OConfig,
+    partial: bool = False,
+    backend: str = "auto",
+    kv_bits: int | Pair | None = None,
+    kv_group_size: int | Pair = 64,
+    kv_quantizer: str = "per_token",
+) -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
     Layers that attend to everything get an ``H2OKVCache``; layers with a sliding window keep mlx_lm's
@@ -50,6 +60,12 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
         config: What each layer keeps.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; see ``backend_of``.
+        kv_bits: 8 or 4 stores the rows of H2O caches quantised, None as the model makes them. A pair is for keys and
+            for values. Sliding windows stay as they are.
+        kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
+        kv_quantizer: ``"per_token"``: each row by itself, from the first token on. ``"kivi"``: keys by channel over
+            blocks of ``kv_group_size`` tokens, once they are old; ``"gear"``: the same, corrected. Blocks are written
+            once and go when they are empty; see ``Blocks``.
 
     Returns:
         The list that ``prompt_cache=`` takes.
@@ -70,6 +86,10 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
             f'the layers of {_name(model)} attend with code of their own, so queries="true" can\'t see their '
             'attention: use H2OConfig(queries="key")'
         )
+    width = head_dim_of(model)
+    for name, form in zip(("keys", "values"), forms(kv_bits, kv_group_size, kv_quantizer), strict=True):
+        if width is not None:
+            form.check_width(name, width)
     if config.positions != "original":
         _check_moving(model, config.positions)
     layers = _layers_of(model, own)
@@ -79,14 +99,14 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
     caches = [
-        _cache_for(model, layer, config, chosen) if mine else other
+        _cache_for(model, layer, config, chosen, kv_bits, kv_group_size, kv_quantizer) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(c for c in caches if isinstance(c, H2OKVCache))
     return caches
 
 
-def install(model: nn.Module, config: H2OConfig, partial: bool = False, backend: str = "auto") -> None:
+def install(model: nn.Module, config: H2OConfig, partial: bool = False, **how: Any) -> None:
     """Make every generation, chat and server request on this model use fresh H2O caches.
 
     Sets ``model.make_cache``, which mlx_lm asks for the caches of each generation.
@@ -95,14 +115,14 @@ def install(model: nn.Module, config: H2OConfig, partial: bool = False, backend:
         model: The model.
         config: What each layer keeps.
         partial: See ``make_prompt_cache``.
-        backend: See ``make_prompt_cache``.
+        how: What else ``make_prompt_cache`` takes, by name.
 
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    make_prompt_cache(model, config, partial, backend)
+    make = functools.partial(make_prompt_cache, model, config, partial, **how)
+    make()
     uninstall(model)
-    make = functools.partial(make_prompt_cache, model, config, partial, backend)
     model.make_cache = _MakeCache(make, vars(model).get("make_cache"))
 
 
@@ -175,9 +195,9 @@ def _layers_of(model: nn.Module, own: list[Any]) -> list[nn.Module | None]:
     return layers[: len(own)] if len(own) <= len(layers) else [None] * len(own)
 
 
-def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend) -> H2OKVCache:
+def _cache_for(model: nn.Module, layer: nn.Module | None, config: H2OConfig, *how: Any) -> H2OKVCache:
     rotation = None if config.positions == "original" else _rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, _scale_of(layer), rotation, backend)
+    return H2OKVCache(config, _scale_of(layer), rotation, *how)
 
 
 def _trained_length(model: nn.Module) -> int:

@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take
 from h2o_mlxlm.backend import Backend
+from h2o_mlxlm.forms import Form
+from h2o_mlxlm.stores import Store, no_rows
 
 STEP = 256
 """Slots added at a time below the budget, as mlx_lm's own cache does."""
@@ -19,14 +21,20 @@ STEP = 256
 class Slots(NamedTuple):
     """C slots per KV head."""
 
-    keys: mx.array  # [B, H, C, D]
-    values: mx.array  # [B, H, C, Dv]
+    keys: Store
+    values: Store
     state: H2OState
 
 
-def none_yet(keys: mx.array, values: mx.array) -> Slots:
-    """Make slots, none so far, for rows like these."""
-    return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2]))
+def none_yet(keys: mx.array, values: mx.array, forms: tuple[Form, Form]) -> Slots:
+    """Make slots, none so far, for rows like these.
+
+    Raises:
+        ValueError: The rows can't be divided into groups of the size that is asked for.
+    """
+    for name, rows, form in zip(("keys", "values"), (keys, values), forms, strict=True):
+        form.check_width(name, rows.shape[-1])
+    return Slots(no_rows(keys, forms[0]), no_rows(values, forms[1]), init(*keys.shape[:2]))
 
 
 def capacity(slots: Slots) -> int:
@@ -78,7 +86,7 @@ def written(
 def replaced(slots: Slots, state: H2OState, where: mx.array, keys: mx.array, values: mx.array) -> Slots:
     """Put one token's rows [B, H, 1, D] where a row has gone, as the state says already."""
     where = where[..., None]
-    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+    return Slots(slots.keys.put(where, keys), slots.values.put(where, values), state)
 
 
 @mx.compile
@@ -90,7 +98,7 @@ def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, length
     """Put the rows of several tokens behind the ``n_rows`` that heads hold at most; see ``written``."""
     slots = packed(slots, n_rows)
     state, _ = admit(slots.state, keys.shape[2], lengths)
-    return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
+    return Slots(slots.keys.appended(keys), slots.values.appended(values), state)
 
 
 def scored(
@@ -158,20 +166,10 @@ def ranks(slots: Slots, n_rows: int | mx.array, before: mx.array | None = None) 
     return mx.where(new, n_rows - 1, before - (before > gone))
 
 
-def rows_at(x: mx.array, where: mx.array) -> mx.array:
-    """Gather rows of x [B, H, C, D] by slots [B, H, M]."""
-    return mx.take_along_axis(x, where[..., None], axis=2)
-
-
 def _taken(slots: Slots, state: H2OState, order: mx.array) -> Slots:
-    return Slots(rows_at(slots.keys, order), rows_at(slots.values, order), state)
+    return Slots(slots.keys.at(order), slots.values.at(order), state)
 
 
 def widened(slots: Slots, width: int) -> Slots:
     """Add empty slots on the right, where there are fewer than ``width``; they are finite, for 0 · nan is nan."""
-    more = [(0, 0), (0, 0), (0, width - slots.keys.shape[2]), (0, 0)]
-    return Slots(mx.pad(slots.keys, more), mx.pad(slots.values, more), grow(slots.state, width))
-
-
-def _put(x: mx.array, where: mx.array, row: mx.array) -> mx.array:
-    return mx.put_along_axis(x, mx.broadcast_to(where, row.shape), row, axis=2)
+    return Slots(slots.keys.widened(width), slots.values.widened(width), grow(slots.state, width))

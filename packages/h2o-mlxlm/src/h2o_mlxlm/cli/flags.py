@@ -10,9 +10,7 @@ from h2o_core import H2OConfig
 
 REFUSED = {
     "--max-kv-size": "use --budget, which bounds the cache of every model",
-    "--kv-bits": "rows are stored as the model makes them; lower --budget to save memory",
-    "--kv-group-size": "rows are stored as the model makes them; lower --budget to save memory",
-    "--quantized-kv-start": "rows are stored as the model makes them; lower --budget to save memory",
+    "--quantized-kv-start": "rows are stored in one form from the first token on, with --kv-bits quantised",
     "--draft-model": "evicted rows can't be rewound",
     "--num-draft-tokens": "evicted rows can't be rewound",
     "--prompt-cache-file": "saved caches hold no scores; send the prompt again",
@@ -133,6 +131,24 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="Whose code does the work (%(default)s: Metal kernels where they run)",
     )
+    add("--kv-bits", type=int, help="Store rows in 8 or 4 bits a number (as the model makes them)")
+    add("--kv-group-size", type=int, default=64, help="Numbers that share a scale: 32, 64 or 128 (%(default)s)")
+    add(
+        "--kv-quantizer",
+        choices=["per_token", "kivi", "gear"],
+        default="per_token",
+        help="What shares a scale: numbers of a token, or of a channel over a block of tokens (%(default)s)",
+    )
+
+
+def caches_from(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what else the flags ask of ``make_prompt_cache``, which says so if it can't be."""
+    from h2o_mlxlm.backend import backend_of
+    from h2o_mlxlm.forms import forms
+
+    backend_of(args.backend)
+    forms(args.kv_bits, args.kv_group_size, args.kv_quantizer)
+    return {name: getattr(args, name) for name in ("backend", "kv_bits", "kv_group_size", "kv_quantizer")}
 
 
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:

@@ -63,12 +63,10 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate text as the flags ask."""
-    from h2o_mlxlm.backend import backend_of
-
     if not isinstance(args.budget, float):
         # Before the model is loaded, for that takes time.
         flags.config_from(args, args.budget)
-    backend_of(args.backend)
+    how = flags.caches_from(args)
     text = _prompt_text(args)
     args.verbose = args.verbose and not args.json
     model, tokenizer = loaded(
@@ -79,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget)
+    tokens = args.budget if isinstance(args.budget, int) else tokens_in(model, args.budget, how)
     config = flags.config_from(args, tokens)
     prompt = _encode(args, tokenizer, text)
-    report = _generate(args, model, tokenizer, prompt, config)
+    report = _generate(args, model, tokenizer, prompt, config, how)
     if args.json:
         print(json.dumps(report))
     elif not args.verbose:
@@ -90,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tokens_in(model: Any, n_bytes: float) -> int:
-    """Find the largest budget whose caches fit into so many bytes, the empty slot included.
+def tokens_in(model: Any, n_bytes: float, how: dict[str, Any]) -> int:
+    """Find the largest budget whose caches, made in this way, fit into so many bytes, the empty slot included.
 
     Raises:
         ValueError: Not one token fits.
@@ -104,7 +102,7 @@ def tokens_in(model: Any, n_bytes: float) -> int:
     # A prompt takes one slot a token: two lengths show a slot's size and what comes on top of the slots.
     sizes = []
     for n in (2, 3):
-        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"))
+        caches = make_prompt_cache(model, H2OConfig(budget=8, n_sink=0, grace=0, queries="key"), **how)
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
         sizes.append(sum(c.nbytes for c in caches if isinstance(c, H2OKVCache)))
     slot = sizes[1] - sizes[0]
@@ -153,7 +151,12 @@ def _encode(args: argparse.Namespace, tokenizer: Any, text: str) -> list[int]:
 
 
 def _generate(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], config: H2OConfig
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    config: H2OConfig,
+    how: dict[str, Any],
 ) -> dict[str, Any]:
     """Stream the text and say what it took."""
     import mlx.core as mx
@@ -175,7 +178,7 @@ def _generate(
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    caches = make_prompt_cache(model, config, backend=args.backend)
+    caches = make_prompt_cache(model, config, **how)
     pieces: list[str] = []
     response: Any = None
     with _Progress(len(prompt), show=args.verbose and len(prompt) > args.prefill_step_size) as progress:
@@ -202,6 +205,7 @@ def _generate(
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
+        "kv_bits": args.kv_bits,
         "config": asdict(config),
     }
     if args.verbose:
