@@ -150,29 +150,6 @@ def test_bytes_are_as_claimed(bits, group, dtype, size):
     assert (keys.dtype, values.dtype, keys.shape[-1]) == (dtype, dtype, 128)
 
 
-def test_what_a_model_holds_is_what_nbytes_says(model):
-    """The process's memory, beside the books, as for plain rows."""
-    held = {}
-    for bits in (None, 4):
-        caches = make_prompt_cache(
-            model, H2OConfig(budget=2000), kv_bits=bits, kv_group_size=64 if bits is None else 32
-        )
-        mx.synchronize()
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        for _ in range(4):
-            mx.eval(model(mx.zeros((1, 600), mx.int32), cache=caches), [c.state for c in caches])
-        mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
-        mx.eval([c.state for c in caches])
-        mx.clear_cache()
-        held[bits] = (sum(c.nbytes for c in caches), mx.get_active_memory() - before)
-    for said, in_use in held.values():
-        assert said <= in_use * 1.001
-        assert in_use <= said * 1.05
-    # 32 numbers of 4 bytes against 16 bytes, a scale and a bias; scores, totals and positions as they are.
-    assert held[4][0] / held[None][0] == pytest.approx((2 * 24 + 12) / (2 * 128 + 12), rel=0.01)
-
-
 def alone(model, caches, tokens, n):
     """Greedy tokens of one request, fed as BatchGenerator feeds it: chunks, the last token alone, each answer."""
     for start in range(0, len(tokens) - 1, 8):
@@ -299,3 +276,146 @@ def test_one_batch_has_one_form():
         attend(cache, *drawn(0, 5))
     with pytest.raises(ValueError, match=r"store rows in one form, got .*bits=8.*bits=4.*batch the requests"):
         H2OKVCache.merge(caches)
+
+
+# In blocks: KIVI and GEAR
+
+
+BLOCKS = [(4, "kivi"), (8, "kivi"), (4, "gear")]
+
+
+def in_blocks(config, form, rotation=None):
+    return H2OKVCache(config, SCALE, rotation, kv_bits=form[0], kv_group_size=32, kv_quantizer=form[1])
+
+
+def opened(cache):
+    return {
+        name: [dict(zip(p, r, strict=True)) for p, r in zip(positions, rows, strict=True)]
+        for name, store in (("keys", cache._slots.keys), ("values", cache._slots.values))
+        for positions, rows in [(cache._slots.state.positions[0].tolist(), store.opened()[0].tolist())]
+    }
+
+
+class StoredHead(Head):
+    """A float64 cache that attends to its kept rows as the other has them in store at that moment."""
+
+    def __init__(self, config, scale):
+        super().__init__(config, scale)
+        self.keys, self.values = {}, {}
+
+    def look(self, keys, values):
+        for row in self.rows:
+            row.key, row.value = keys[row.position], values[row.position]
+
+
+@pytest.mark.parametrize("queries", ["true", "key"])
+@pytest.mark.parametrize("form", BLOCKS, ids=str)
+def test_blocks_are_attended_to_as_they_are_stored(form, queries):
+    config = H2OConfig(budget=70, n_sink=2, grace=8, decay=0.9, queries=queries)
+    cache, plain, at = in_blocks(config, form), [StoredHead(config, SCALE) for _ in range(2)], 0
+    for i, n in enumerate([80, *[1] * 40, 9, 1, 1]):
+        q, k, v = drawn(i, n)
+        shown = cache.make_mask(n)
+        keys, values = cache.update_and_fetch(k, v)
+        out = scaled_dot_product_attention(q, keys, values, cache, SCALE, shown)
+        # What the call was shown, by position; then the oracle's own attention over it.
+        positions = cache._slots.state.positions[0].tolist()
+        for h, head in enumerate(plain):
+            seen = [dict(zip(positions[h], x[0, h].tolist(), strict=False)) for x in (keys, values)]
+            head.look(*[{row.position: x[row.position] for row in head.rows} for x in seen])
+            new = [[x[at + j] for j in range(n)] for x in seen]
+            attending = copy.deepcopy(head) if queries == "key" else head
+            expected = attending.call(q[0, 2 * h : 2 * h + 2].tolist(), *new)
+            assert mx.allclose(out[0, 2 * h : 2 * h + 2], mx.array(expected), atol=1e-4)
+            if queries == "key":
+                head.call([new[0]], *new)
+            assert cache.kept_positions[0, h].tolist() == head.kept()
+        at += n
+    assert cache.evictions == at - 70
+    assert cache._slots.keys.n_blocks > 1
+
+
+def test_a_block_goes_when_no_row_of_it_is_left_and_its_holes_are_counted():
+    """Under recency every old block empties; the first holds the sinks and stays, holes and all."""
+    config = H2OConfig(budget=100, n_sink=2, grace=97)
+    cache, sizes = in_blocks(config, (4, "kivi")), []
+    attend(cache, *drawn(0, 120))
+    for i in range(200):
+        attend(cache, *drawn(i, 1))
+        sizes.append((cache.nbytes, cache._slots.keys.n_blocks))
+    # Of the newest 98 rows 32 to 63 are recent: the rest lies in 2 or 3 blocks, and the sinks in the first.
+    assert {blocks for _, blocks in sizes} == {2, 3, 4}
+    recent = cache._slots.keys.recent.shape[2]
+    block = 2 * (32 * D // 2) + D * 2 * 4 + 32 * 2 * 4  # keys and values; scales by channel and by token
+    slots = 101 * (4 + 4 + 4 + 4 + 4)  # scores, totals, positions, and a place for the key and for the value
+    assert cache.nbytes == 2 * (sizes[-1][1] * block + recent * 2 * D * 4 + slots) + 4
+
+
+@pytest.mark.parametrize("form", BLOCKS[::2], ids=str)
+def test_rolling_keys_are_in_blocks_unrotated(form):
+    """What a call is shown are the stored rows, each turned to its place among its head's."""
+    rope = rotation_of(nn.RoPE(D))
+    cache = in_blocks(H2OConfig(budget=70, n_sink=2, grace=8, positions="rolling"), form, rope)
+    for i, n in enumerate([80, *[1] * 40]):
+        q, k, v = drawn(i, n)
+        mask = cache.make_mask(n)
+        shown = cache.update_and_fetch(k, v)
+        positions = cache._slots.state.positions
+        ranks = mx.array([[sorted(head).index(p) for p in head] for head in positions[0].tolist()], mx.int32)
+        assert mx.allclose(shown[0], rotate(cache._slots.keys.opened(), ranks[None], rope), atol=1e-4)
+        scaled_dot_product_attention(q, *shown, cache, SCALE, mask)
+    assert cache.evictions == 50
+    assert cache._slots.keys.n_blocks > 1
+
+
+@pytest.mark.parametrize("form", BLOCKS[::2], ids=str)
+def test_requests_in_blocks_join_and_leave(model, form):
+    """Rows that were in a block before come out of a batch as they went in, and all go on past the budget."""
+    config, how = H2OConfig(budget=70, n_sink=2, grace=8), {"kv_bits": form[0], "kv_group_size": 32}
+    caches = [make_prompt_cache(model, config, kv_quantizer=form[1], **how) for _ in range(3)]
+    for some, n in zip(caches, (150, 40, 100), strict=True):
+        model(mx.random.randint(3, 260, (1, n), key=mx.random.key(n)), cache=some)
+        mx.eval([c.state for c in some])
+    before = [opened(some[0]) for some in caches]
+    batch = [type(layer[0]).merge(layer) for layer in zip(*caches, strict=True)]
+    for i in range(3):
+        alone = batch[0].extract(i)
+        after = opened(alone)
+        for name in ("keys", "values"):
+            for was, now in zip(before[i][name], after[name], strict=True):
+                assert {p: r for p, r in was.items() if p >= 0} == {p: r for p, r in now.items() if p >= 0}
+    for i in range(60):
+        logits = model(mx.array([[i], [i + 1], [i + 2]]), cache=batch)
+    assert mx.isfinite(logits).all()
+    batch[0].filter([0, 2])
+    assert (batch[0].tokens_kept, batch[0].evictions.tolist()) == (70, [150 - 10, 100 - 10])
+
+
+def test_a_copy_and_a_restored_state_in_blocks_go_on_alike(model):
+    how = {"kv_bits": (4, 8), "kv_group_size": 32, "kv_quantizer": "gear"}
+    caches = make_prompt_cache(model, H2OConfig(budget=70, n_sink=2, grace=8), **how)
+    model(mx.random.randint(3, 260, (1, 120), key=mx.random.key(1)), cache=caches)
+    copies, restored, outs = copy.deepcopy(caches), [H2OKVCache.from_state(c.state) for c in caches], []
+    assert restored[0].storage == caches[0].storage | {"kv_bits": [4, 8]}
+    for some in (caches, copies, restored):
+        for i in range(50):
+            logits = model(mx.array([[i]]), cache=some)
+        outs.append(logits)
+        assert some[0]._slots.keys.n_blocks > 1
+    assert mx.array_equal(outs[0], outs[1])
+    assert mx.array_equal(outs[0], outs[2])
+
+
+def test_what_blocks_cannot_do_is_refused(model):
+    rope = rotation_of(nn.RoPE(D))
+    auto = H2OConfig(positions="auto", trained_length=2048)
+    with pytest.raises(ValueError, match=r'blocks of keys are written once: use kv_quantizer="per_token"'):
+        in_blocks(auto, (4, "kivi"), rope)
+    with pytest.raises(ValueError, match="kv_quantizer must be one of 'per_token', 'kivi', 'gear', got 'best'"):
+        make_prompt_cache(model, SMALL, kv_bits=4, kv_group_size=32, kv_quantizer="best")
+    with pytest.raises(ValueError, match="kv_quantizer='kivi' do nothing without kv_bits"):
+        make_prompt_cache(model, SMALL, kv_quantizer="kivi")
+    # Keys' groups lie along tokens, so that a width they don't divide is none of theirs.
+    make_prompt_cache(model, SMALL, kv_bits=(4, None), kv_group_size=64, kv_quantizer="kivi")
+    with pytest.raises(ValueError, match=r"values have a head size of 32, which groups of kv_group_size=64"):
+        make_prompt_cache(model, SMALL, kv_bits=4, kv_quantizer="kivi")

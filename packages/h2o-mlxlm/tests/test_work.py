@@ -193,7 +193,8 @@ def test_memory_is_level_over_many_steps(budget):
     assert max(beyond[1:]) - min(beyond[1:]) <= memory.KIB
 
 
+@pytest.mark.parametrize("variant", ["h2o", "h2o-8bit", "h2o-kivi", "h2o-gear"])
 @pytest.mark.parametrize("n_tokens", [32, 64, 300])
-def test_the_process_holds_what_nbytes_says(n_tokens):
-    in_use, said = memory.held(Shape(2, 2, 64), 64, n_tokens)
+def test_the_process_holds_what_nbytes_says(n_tokens, variant):
+    in_use, said = memory.held(Shape(2, 2, 64), 64, n_tokens, variant)
     assert said <= in_use <= said + 32 * memory.KIB
