@@ -239,7 +239,7 @@ def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
 
 def test_json_is_one_object_with_the_issues_keys(report):
     got = report("--prompt", LONG, *SMALL)
-    assert list(got) == ["text", *COUNTS, "backend", "kv_bits", "config"]
+    assert list(got) == ["text", *COUNTS, "backend", "kv_bits", "kv_quantizer", "config"]
     assert got["kept_tokens"] <= 24
     seen = got["kept_tokens"] + got["evictions"]
     # The last token that is shown may have been fed to the model, or not.
@@ -389,6 +389,9 @@ def test_rows_can_be_stored_in_fewer_bits(run, report, make_folder):
     assert few["evictions"] > 0
     assert few["cache_bytes"] < plain["cache_bytes"] / 3
     assert few["full_cache_bytes"] / plain["full_cache_bytes"] == pytest.approx(1, rel=0.5)
+    blocks = ("--kv-bits", "4", "--kv-group-size", "32", "--kv-quantizer", "kivi")
+    assert report(*flags, *blocks)["kv_quantizer"] == "kivi"
+    assert_refused(run(*flags, *blocks, "--budget", "1MB"), "--budget in bytes needs rows of one size", "in tokens")
     assert_refused(run("--kv-bits", "5"), "kv_bits must be None or 8 or 4, or a pair", "got 5")
     assert_refused(run("--kv-group-size", "32"), "do nothing without kv_bits")
     assert_refused(run("--kv-bits", "8", "--kv-group-size", "32"), "keys have a head size of 16", "leave kv_bits out")

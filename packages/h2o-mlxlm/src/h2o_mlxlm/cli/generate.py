@@ -92,8 +92,13 @@ def tokens_in(model: Any, n_bytes: float, how: dict[str, Any]) -> int:
     """Find the largest budget whose caches, made in this way, fit into so many bytes, the empty slot included.
 
     Raises:
-        ValueError: Not one token fits.
+        ValueError: Not one token fits, or what a token takes is not known.
     """
+    if how.get("kv_quantizer", "per_token") != "per_token":
+        raise ValueError(
+            f"--budget in bytes needs rows of one size, and --kv-quantizer {how['kv_quantizer']} keeps blocks with "
+            "holes: give --budget in tokens"
+        )
     import mlx.core as mx
 
     from h2o_mlxlm.cache import H2OKVCache
@@ -206,6 +211,7 @@ def _generate(
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
         "kv_bits": args.kv_bits,
+        "kv_quantizer": args.kv_quantizer,
         "config": asdict(config),
     }
     if args.verbose:
