@@ -35,7 +35,7 @@ def plain(llama):
 @pytest.mark.parametrize(
     ("how", "more", "share"),
     [
-        ({"kv_bits": 8}, 0.02, 0.32),
+        ({"kv_bits": 8}, 0.04, 0.32),
         ({"kv_bits": 4, "kv_group_size": 32, "kv_quantizer": "kivi"}, 0.1, 1.0),
     ],
     ids=["8 bits", "kivi"],
