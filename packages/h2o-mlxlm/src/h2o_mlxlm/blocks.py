@@ -16,9 +16,9 @@ class Blocks(NamedTuple):
     """Rows of C slots per sequence and KV head, in a pool: K blocks of g tokens, then R recent rows as they came.
 
     A slot says where in the pool its row is. Rows enter at the recent end. When there are 2g of them, the oldest g
-    become a block, whose bits never change again: a row that goes leaves a hole, and a block goes when no row of it
-    is left in any head. (In one head alone it can't: heads have equally many.) Holes and blocks that a head no longer
-    needs are bytes that ``arrays`` has.
+    become a block, whose bits never change again: a row that goes leaves a hole, and a head's block goes when no row
+    of it is left. K is that of the head that has the most; the others have blocks of no row before theirs. Such blocks
+    and holes are bytes that ``arrays`` has.
 
     Source:
         Liu et al., KIVI (arXiv 2402.02750), section 3.3: keys per channel, values per token, recent rows in full. Its
