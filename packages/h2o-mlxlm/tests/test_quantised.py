@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from h2o_core.conformance import TOLERANCE, Head, same_choice
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, scaled_dot_product_attention, uninstall
+from h2o_mlxlm.backend import REFERENCE
 from h2o_mlxlm.forms import forms
 from h2o_rope import derotate, rotate, rotation_of
 
@@ -421,3 +422,17 @@ def test_what_blocks_cannot_do_is_refused(model):
     make_prompt_cache(model, SMALL, kv_bits=(4, None), kv_group_size=64, kv_quantizer="kivi")
     with pytest.raises(ValueError, match=r"values have a head size of 32, which groups of kv_group_size=64"):
         make_prompt_cache(model, SMALL, kv_bits=4, kv_quantizer="kivi")
+
+
+@pytest.mark.parametrize("quantizer", ["per_token", "kivi"])
+def test_a_step_in_one_launch_is_the_same_step(quantizer):
+    """A fused back end is shown every slot, empty ones too, which open to something finite."""
+    config, how = H2OConfig(budget=70, n_sink=2, grace=8), {"kv_bits": 8, "kv_group_size": 32}
+    fused = REFERENCE._replace(name="fused", fused=True)
+    caches = [H2OKVCache(config, SCALE, None, b, kv_quantizer=quantizer, **how) for b in (fused, REFERENCE)]
+    for i, n in enumerate([40, *[1] * 90]):
+        q, k, v = drawn(i, n)
+        ours, theirs = (attend(cache, q, k, v) for cache in caches)
+        assert mx.allclose(ours, theirs, atol=1e-5)
+    check_alike(*caches)
+    assert caches[0].evictions == 60
