@@ -23,7 +23,7 @@ from h2o_mlxlm import (
     uninstall,
 )
 from h2o_mlxlm.backend import REFERENCE
-from h2o_mlxlm.integration import NO_ROLLING, PLACE_MATTERS
+from h2o_mlxlm.suitability import NO_ROLLING, PLACE_MATTERS
 
 from .architectures import ALL, ARCHITECTURES, ATTENTION, FULL, REFUSED, VOCABULARY, build
 

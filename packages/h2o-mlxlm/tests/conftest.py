@@ -51,24 +51,33 @@ def make_model(vocabulary):
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory, make_model, vocabulary):
-    """The model with untied float32 weights, its tokenizer and a chat template."""
-    folder, (tokens, merges) = tmp_path_factory.mktemp("tiny"), vocabulary
-    model = make_model(tie_word_embeddings=False)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(flat(model)), {"format": "mlx"})
-    config = ARGS | {"vocab_size": len(tokens), "tie_word_embeddings": False, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": TEMPLATE}))
-    return folder
+def make_folder(tmp_path_factory, make_model, vocabulary):
+    """Write a model with untied float32 weights, its tokenizer and a chat template."""
+
+    def make(**changes):
+        folder, (tokens, merges) = tmp_path_factory.mktemp("tiny"), vocabulary
+        model = make_model(tie_word_embeddings=False, **changes)
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(flat(model)), {"format": "mlx"})
+        config = ARGS | {"vocab_size": len(tokens), "tie_word_embeddings": False, "eos_token_id": 1} | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(SPECIAL)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": TEMPLATE}))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(make_folder):
+    return make_folder()
 
 
 def flat(model):

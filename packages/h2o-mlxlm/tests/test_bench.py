@@ -73,7 +73,17 @@ def test_step_fills_every_cache_and_bounded_ones_evict():
     before = {name: c.evictions for name, c in caches.items() if isinstance(c, H2OKVCache)}
     for cache in caches.values():
         layer.call(cache, layer.drawn(shape, 1))
-    assert before.keys() == {"h2o", "h2o-books", "h2o-rewind", "h2o-key", "h2o-rolling"}
+    assert before.keys() == {
+        "h2o",
+        "h2o-books",
+        "h2o-rewind",
+        "h2o-key",
+        "h2o-rolling",
+        "h2o-8bit",
+        "h2o-4bit",
+        "h2o-kivi",
+        "h2o-gear",
+    }
     assert all(caches[name].evictions == n + 1 for name, n in before.items())
     assert {name: caches[name].size() for name in ("full", "recency")} == {"full": 301, "recency": 32}
     assert caches["quantized"].offset == 301
@@ -85,6 +95,8 @@ def test_mlx_lm_caches_are_its_own():
     assert kinds["recency"] == "RotatingKVCache"
     assert kinds["quantized"] == "QuantizedKVCache"
     assert {kinds[name] for name in VARIANTS if name.startswith("h2o")} == {"H2OKVCache"}
+    bits = {name: VARIANTS[f"h2o-{name}"].make(Room(32, 64))[0].forms[1].bits for name in ("8bit", "kivi", "key")}
+    assert bits == {"8bit": 8, "kivi": 4, "key": None}
 
 
 @pytest.mark.parametrize("budget", [1, 2, 8, 20, 512])

@@ -190,10 +190,10 @@ def test_a_budget_is_tokens_or_memory(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
-def filled(model, budget, heads="equal", rewind=0):
+def filled(model, budget, rewind=0, **how):
     """Bytes of full caches of that budget."""
     config = H2OConfig(budget=budget, n_sink=0, grace=0, rewind=rewind)
-    caches = h2o_mlxlm.make_prompt_cache(model, config, heads=heads)
+    caches = h2o_mlxlm.make_prompt_cache(model, config, **how)
     mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches)
@@ -203,25 +203,32 @@ def filled(model, budget, heads="equal", rewind=0):
 @pytest.mark.parametrize(("heads", "rewind"), [("equal", 0), ("adaptive", 0), ("equal", 3)])
 def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, heads, rewind):
     model = make_model()
-    tokens = loading.tokens_in([model], n_bytes, heads, rewind)
-    assert filled(model, tokens, heads, rewind) <= n_bytes < filled(model, tokens + 1, heads, rewind)
+    tokens = loading.tokens_in([model], n_bytes, {"heads": heads}, rewind)
+    assert filled(model, tokens, rewind, heads=heads) <= n_bytes < filled(model, tokens + 1, rewind, heads=heads)
 
 
 def test_a_memory_budget_is_for_the_draft_models_caches_too(make_model):
     models = make_model(), make_model(num_hidden_layers=1)
-    tokens = loading.tokens_in(models, 33_333.0, rewind=2)
+    tokens = loading.tokens_in(models, 33_333.0, {}, rewind=2)
     needed = [sum(filled(m, n, rewind=2) for m in models) for n in (tokens, tokens + 1)]
     assert needed[0] <= 33_333.0 < needed[1]
 
 
+def test_a_memory_budget_holds_more_rows_if_they_are_quantised(make_model):
+    model, how = make_model(head_dim=32), {"kv_bits": 4, "kv_group_size": 32}
+    tokens = loading.tokens_in([model], 33_333.0, how)
+    assert filled(model, tokens, **how) <= 33_333.0 < filled(model, tokens + 1, **how)
+    assert tokens > 3 * loading.tokens_in([model], 33_333.0, {})
+
+
 @pytest.mark.parametrize("n_bytes", [1e15, float("inf")])
 def test_more_memory_than_any_cache_needs_is_no_error(make_model, n_bytes):
-    assert H2OConfig(budget=loading.tokens_in([make_model()], n_bytes)).budget > 2**29
+    assert H2OConfig(budget=loading.tokens_in([make_model()], n_bytes, {})).budget > 2**29
 
 
 def test_json_is_one_object_with_the_issues_keys(report):
     got = report("--prompt", LONG, *SMALL)
-    assert list(got) == ["text", *COUNTS, "backend", "config"]
+    assert list(got) == ["text", *COUNTS, "backend", "kv_bits", "kv_quantizer", "config"]
     assert got["kept_tokens"] <= 24
     seen = got["kept_tokens"] + got["evictions"]
     # The last token that is shown may have been fed to the model, or not.
@@ -419,3 +426,20 @@ def test_a_back_end_by_name_runs_or_is_refused(run, report, monkeypatch):
     code, out, err = run("--prompt", "hello", *SMALL, "--backend", "metal")
     assert (code, out) == (2, "")
     assert 'backend="metal" can\'t run here' in err
+
+
+def test_rows_can_be_stored_in_fewer_bits(run, report, make_folder):
+    folder = str(make_folder(head_dim=32))
+    flags = ("--prompt", LONG, *SMALL, "--model", folder)
+    plain = report(*flags)
+    few = report(*flags, "--kv-bits", "4", "--kv-group-size", "32")
+    assert (plain["kv_bits"], few["kv_bits"]) == (None, 4)
+    assert few["evictions"] > 0
+    assert few["cache_bytes"] < plain["cache_bytes"] / 3
+    assert few["full_cache_bytes"] / plain["full_cache_bytes"] == pytest.approx(1, rel=0.5)
+    blocks = ("--kv-bits", "4", "--kv-group-size", "32", "--kv-quantizer", "kivi")
+    assert report(*flags, *blocks)["kv_quantizer"] == "kivi"
+    assert_refused(run(*flags, *blocks, "--budget", "1MB"), "--budget in bytes needs rows of one size", "in tokens")
+    assert_refused(run("--kv-bits", "5"), "kv_bits must be None or 8 or 4, or a pair", "got 5")
+    assert_refused(run("--kv-group-size", "32"), "do nothing without kv_bits")
+    assert_refused(run("--kv-bits", "8", "--kv-group-size", "32"), "keys have a head size of 16", "leave kv_bits out")

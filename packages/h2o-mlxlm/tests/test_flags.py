@@ -77,5 +77,5 @@ def test_the_caches_flags_have_the_configurations_defaults(name):
 def test_what_mlx_lms_server_reads_of_refused_flags_has_its_default():
     args = parser("server").parse_args([])
     refused = {a.dest: a.default for name, a in FLAGS if name == "server" and a.option_strings[0] in flags.REFUSED}
-    assert {"draft_model", "num_draft_tokens", "kv_bits"} <= refused.keys()
+    assert {"draft_model", "num_draft_tokens", "quantized_kv_start"} <= refused.keys()
     assert {dest: getattr(args, dest) for dest in refused} == refused

@@ -378,3 +378,15 @@ def test_as_a_process_it_serves_until_interrupted(tiny_folder):
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
     assert "CPU back end: weights as float32" in err
+
+
+def test_rows_are_quantised_by_our_caches_alone(make_folder):
+    """mlx_lm would quantise later, one request at a time, if it knew of the flag."""
+    flags_ = ["--model", str(make_folder(head_dim=32)), *SMALL, "--kv-bits", "8", "--kv-group-size", "32"]
+    responses = start(our_parser().parse_args(flags_))
+    try:
+        provider = responses.model_provider
+        assert provider.cli_args.kv_bits is None
+        assert {cache.storage["kv_bits"] for cache in provider.model.make_cache()} == {8}
+    finally:
+        responses.stop_and_join()

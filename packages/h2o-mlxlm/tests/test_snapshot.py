@@ -79,7 +79,7 @@ BROKEN = [
     ("full", {"about": "[" * 10**5}, "its description is no JSON object"),
     ("full", {"format": 2}, "format must be 1, got 2: it was written by another version"),
     ("full", {"format": 1.0}, "format must be 1, got 1.0"),
-    ("full", {"more": 1}, "its description must have batched, config, counts, rotation, scale, to_come, got"),
+    ("full", {"more": 1}, "its description must have batched, config, counts, rotation, scale, storage, to_come, got"),
     ("full", {"config": 5}, "its configuration has other fields"),
     ("full", {"config": {"budget": 6}}, "its configuration has other fields"),
     ("full", {"config.decay": 1.5}, r"decay must be in \(0, 1\], got 1.5"),

@@ -229,10 +229,11 @@ def check_adaptive(config: H2OConfig) -> None:
     Raises:
         ValueError: There is one.
     """
+    plain = H2OConfig()
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in SUPPORTED and value != field.default:
+        value, default = (getattr(c, field.name) for c in (config, plain))
+        if field.name not in SUPPORTED and value != default:
             raise ValueError(
-                f'heads="adaptive" works with {field.name}={field.default!r} alone, got {value!r}: leave it out, or '
+                f'heads="adaptive" works with {field.name}={default!r} alone, got {value!r}: leave it out, or '
                 'use heads="equal"'
             )

@@ -10,6 +10,7 @@ import mlx.core as mx
 from h2o_core import H2OConfig
 from h2o_mlxlm.books import Books
 from h2o_mlxlm.counts import Call, Count, Counts
+from h2o_mlxlm.forms import Form
 from h2o_mlxlm.ragged import chosen, joined
 
 
@@ -21,6 +22,7 @@ class Batch(Books):
     """
 
     config: H2OConfig
+    forms: tuple[Form, Form]
     _batched: bool
     _to_come: tuple[int, ...] | None
     _call: Call | None
@@ -123,7 +125,7 @@ class Batch(Books):
         """A count for each sequence; ``batch`` of them, or as many as there are."""
         if self._batched:
             return self._counts
-        return self._counts * (batch if self._slots is None else self._slots.keys.shape[0])
+        return self._counts * (batch if self._slots is None else self._slots.state.seen.shape[0])
 
     def _become(self, counts: Iterable[Count]) -> None:
         """Go on as a batch with these counts."""
@@ -143,6 +145,11 @@ class Batch(Books):
                 raise ValueError(
                     f"caches of one batch have one configuration, got {self.config} and {cache.config}: batch the "
                     "requests of each apart"
+                )
+            if cache.forms != self.forms:
+                raise ValueError(
+                    f"caches of one batch store rows in one form, got {self.forms} and "
+                    f"{cache.forms} for keys and values: batch the requests of each apart"
                 )
             cache._end_call()
         counts = [cache._each_count() for cache in caches]

@@ -27,18 +27,24 @@ class Books(ABC):
         self._end_call()
         if self._slots is None:
             return 0
-        state = self._slots.state
-        held = (self._slots.keys, self._slots.values, *state[:4], *state.extras, self._ranks, self.offset)
+        keys, values, state = self._slots
+        held = (*keys.arrays, *values.arrays, *state[:4], *state.extras, self._ranks, self.offset)
         return sum(int(x.nbytes) for x in held if isinstance(x, mx.array))
 
     @property
     def full_bytes(self) -> int:
-        """Bytes that the keys and values of all tokens seen would take."""
+        """Bytes that the keys and values of all tokens seen would take, as the model makes them."""
         if self._slots is None:
             return 0
-        row = sum(x.shape[1] * x.shape[3] * x.itemsize for x in self._slots[:2])
-        repeats = self._slots.keys.shape[0] // len(self._counts)
+        kinds = [rows.kind for rows in self._slots[:2]]
+        row = sum(heads * width * dtype.size for heads, width, dtype in kinds)
+        repeats = self._slots.state.seen.shape[0] // len(self._counts)
         return sum(c.seen for c in self._counts) * repeats * row
+
+    @property
+    def sequences(self) -> int:
+        """Sequences held, B; one as long as nothing has been seen."""
+        return len(self._counts) if self._slots is None else int(self._slots.state.seen.shape[0])
 
     @property
     def tokens_seen(self) -> int | mx.array:

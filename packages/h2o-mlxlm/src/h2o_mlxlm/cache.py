@@ -12,12 +12,15 @@ from mlx_lm.models.base import create_causal_mask
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.backend import Backend, backend_of
+from h2o_mlxlm.checks import check_positions, check_rewind
 from h2o_mlxlm.counts import Count
+from h2o_mlxlm.forms import Pair, Stored, forms
 from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
 from h2o_mlxlm.ragged import visibility
 from h2o_mlxlm.rewind import Rewind
 from h2o_mlxlm.snapshot import Snapshot, snapshot_of, state_of
+from h2o_mlxlm.stores import rows_of
 from h2o_rope import Rotation
 
 
@@ -31,10 +34,13 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         scale: The model's factor on its logits. Needed for ``queries="key"`` alone; None is D^-0.5.
         rotation: The model's rotary embedding. Needed for ``positions="rolling"`` and ``"auto"`` alone.
         backend: Who does the arithmetic, or its name; see ``backend_of``.
+        kv_bits: 8 or 4 stores rows quantised, None as they come; a pair is for keys and for values.
+        kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
+        kv_quantizer: ``"per_token"``, ``"kivi"`` or ``"gear"``; see ``make_prompt_cache``.
 
     Raises:
         ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
-            ``trained_length``; a back end that can't run here.
+            ``trained_length``; a back end that can't run here; a way to store rows that there is none of.
     """
 
     def __init__(
@@ -43,21 +49,19 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         scale: float | None = None,
         rotation: Rotation | None = None,
         backend: Backend | str = "auto",
+        kv_bits: int | Pair | None = None,
+        kv_group_size: int | Pair = 64,
+        kv_quantizer: str = "per_token",
     ) -> None:
-        if config.positions != "original" and rotation is None:
-            raise ValueError(
-                f'positions="{config.positions}" needs the rotation of the model\'s keys, got rotation=None: '
-                "make the cache with make_prompt_cache(model, config), or pass rotation_of(rope)"
-            )
-        if config.positions == "auto" and config.trained_length is None:
-            raise ValueError(
-                'positions="auto" needs trained_length, got None: make the cache with '
-                "make_prompt_cache(model, config), which asks the model, or set it"
-            )
         self.config = config
         self.scale = scale
         self.backend = backend_of(backend) if isinstance(backend, str) else backend
         self.ledger, self.layer = Ledger(), 0  # until caches of one model come to share one
+        storage = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_quantizer": kv_quantizer}
+        self.storage: dict[str, Any] = storage
+        self.forms = forms(kv_bits, kv_group_size, kv_quantizer)
+        check_positions(config, rotation, self.forms)
+        check_rewind(config, self.forms)
         self.rotation = None if config.positions == "original" else rotation
         holding, rolling = not config.evict_during_prefill, config.positions == "rolling"
         self._begin((Count(holding=holding, rolling=rolling),))
@@ -82,45 +86,59 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         return None if N == 1 else "causal"
 
     @property
-    def keys(self) -> mx.array | None:
-        """Keys of all slots [B, H, C, D], None while nothing has been seen; some models set them."""
-        return None if self._slots is None else self._slots.keys
+    def keys(self) -> Stored | None:
+        """Keys of all slots as they are stored, None while nothing has been seen; some models set them.
+
+        An array [B, H, C, D], or three of them if quantised: words, scales, biases.
+        """
+        return None if self._slots is None else self._slots.keys.stored
 
     @keys.setter
-    def keys(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(keys=value)
+    def keys(self, value: Stored) -> None:
+        self._slots = self._live()._replace(keys=rows_of(value, self.forms[0]))
         self._forget()
 
     @property
-    def values(self) -> mx.array | None:
+    def values(self) -> Stored | None:
         """Values of all slots [B, H, C, Dv], likewise."""
-        return None if self._slots is None else self._slots.values
+        return None if self._slots is None else self._slots.values.stored
 
     @values.setter
-    def values(self, value: mx.array) -> None:
-        self._slots = self._live()._replace(values=value)
+    def values(self, value: Stored) -> None:
+        self._slots = self._live()._replace(values=rows_of(value, self.forms[1]))
         self._forget()
 
     @property
     def state(self) -> dict[str, Any]:
         """Everything that must be evaluated or saved, by name: arrays, and one JSON string."""
         self._end_call()
-        slots, counts = self._slots, self._counts
-        return state_of(Snapshot(self.config, self.scale, self.rotation, slots, counts, self._batched, self._to_come))
+        return state_of(
+            Snapshot(
+                self.config,
+                self.scale,
+                self.storage,
+                self.rotation,
+                self._slots,
+                self._counts,
+                self._batched,
+                self._to_come,
+            )
+        )
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
         made = snapshot_of(value)
         # One that was made for a model keeps its back end; mlx_lm's ``from_state`` makes one of nothing.
-        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, getattr(self, "backend", "auto"))
+        backend = getattr(self, "backend", "auto")
+        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, backend, **made.storage)
         self._slots, self._batched, self._to_come = made.slots, made.batched, made.to_come
         self._count(made.counts)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
-        """Refuse: rows are stored as the model makes them."""
+        """Refuse: a cache stores rows in one form from its first token on."""
         raise ValueError(
-            f"an H2O cache can't be quantised (asked for kv_bits={bits}): leave kv_bits out, "
-            "or lower budget to save memory"
+            f"an H2O cache is quantised from its first token or not at all (mlx_lm asked for kv_bits={bits}): leave "
+            f"kv_bits out of the call and use make_prompt_cache(model, config, kv_bits={bits}), or install likewise"
         )
 
 

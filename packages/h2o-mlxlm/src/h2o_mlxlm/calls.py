@@ -13,9 +13,11 @@ from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, Part, called
+from h2o_mlxlm.forms import RowForm
 from h2o_mlxlm.ledger import Ledger, Step
-from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
-from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, rows_at, scored, written
+from h2o_mlxlm.ragged import lengths_of, per_sequence, settled, visibility
+from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, scored, written
+from h2o_mlxlm.stores import only, rows_at
 from h2o_rope import Rotation
 
 
@@ -64,7 +66,7 @@ class Calls(Batch):
             Keys and values [B, H, M, D], [B, H, M, Dv]; the N new rows are the last if N > 1.
 
         Raises:
-            ValueError: Batch, heads, width or dtype differ from the calls before.
+            ValueError: Batch, heads, width or dtype differ from the calls before, or groups don't divide a row.
             RuntimeError: The call before this one was never reported to ``observe``.
         """
         n = keys.shape[2]
@@ -77,7 +79,7 @@ class Calls(Batch):
             first = [c.place + ahead for c, ahead in zip(call.before, call.ahead, strict=True)]
             places = per_sequence(first) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
-        slots = none_yet(keys, values) if self._slots is None else self._slots
+        slots = none_yet(keys, values, self.forms) if self._slots is None else self._slots
         if mass is not None:
             state, where = self.ledger.turn(self.layer, Step(self.config, slots.state, mass.total))
             self._slots, self._mass = replaced(slots, state, where, keys, values), None
@@ -104,16 +106,15 @@ class Calls(Batch):
         shown = self.size() if call is None else call.most + call.n_tokens
         if call is None:
             slots = packed(slots, shown)
-        keys, values, _ = slots
+        opened = None if self._whole or shown == capacity(slots) else shown
+        keys, values = slots.keys.opened(opened), slots.values.opened(opened)
         rolling = [] if self.rotation is None else [c.rolling for c in (self._counts if call is None else call.before)]
         if self.rotation is not None and any(rolling):
-            places, ahead = self._places(slots, call, shown), (0,) if call is None else call.ahead
+            places, ahead = self._places(slots, call, shown)[..., :opened], (0,) if call is None else call.ahead
             if any(ahead):
                 # As far ahead as the queries are: distances are what counts.
                 places = places + per_sequence(ahead)
             keys = only(rolling, self.backend.rotate(keys, places, self.rotation, below=shown + max(ahead)), keys)
-        if not self._whole and shown < capacity(slots):
-            keys, values = keys[:, :, :shown], values[:, :, :shown]
         return keys, values
 
     def view(self) -> tuple[mx.array | Literal["causal"] | None, mx.array | None]:
@@ -193,8 +194,8 @@ class Calls(Batch):
         if not even:
             slots = settled(self.config, self.backend, slots, over, self.size())
         if self.rotation is not None and any(call.turning):
-            keys = self.backend.derotate(slots.keys, slots.state.positions, self.rotation)
-            slots = slots._replace(keys=only(call.turning, keys, slots.keys))
+            keys = self.backend.derotate(slots.keys.opened(), slots.state.positions, self.rotation)
+            slots = slots._replace(keys=slots.keys.replaced(keys, call.turning))
         self._slots, self._open, self._mass = slots, 0, None
         self.ledger.forget(self.layer)
 
@@ -219,7 +220,7 @@ class Calls(Batch):
         if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
             return False
         turning = self.rotation is not None and any(call.turning)
-        return all(call.over) and not turning and self._live().keys.shape[2] == width
+        return all(call.over) and not turning and capacity(self._live()) == width
 
     def _count(self, counts: Counts) -> None:
         self._counts = counts
@@ -242,7 +243,7 @@ class Calls(Batch):
         n = keys.shape[2]
         if n > 1:
             keys = shown[:, :, -n:]
-        elif self.rotation is not None:
+        elif self.rotation is not None or self.forms[0] != RowForm():
             keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         return self.backend.attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]

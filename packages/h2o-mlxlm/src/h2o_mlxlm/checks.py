@@ -6,7 +6,37 @@ import mlx.core as mx
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.counts import Call, outgrown
+from h2o_mlxlm.forms import BlockForm, Form
 from h2o_mlxlm.slots import Slots
+from h2o_rope import Rotation
+
+
+def check_positions(config: H2OConfig, rotation: Rotation | None, forms: tuple[Form, Form]) -> None:
+    """Refuse moving positions without what moves them, or with keys that can't be."""
+    if config.positions != "original" and rotation is None:
+        raise ValueError(
+            f'positions="{config.positions}" needs the rotation of the model\'s keys, got rotation=None: '
+            "make the cache with make_prompt_cache(model, config), or pass rotation_of(rope)"
+        )
+    if config.positions == "auto" and config.trained_length is None:
+        raise ValueError(
+            'positions="auto" needs trained_length, got None: make the cache with '
+            "make_prompt_cache(model, config), which asks the model, or set it"
+        )
+    if config.positions == "auto" and isinstance(forms[0], BlockForm):
+        raise ValueError(
+            'positions="auto" stores keys anew when it turns, and blocks of keys are written once: use '
+            'kv_quantizer="per_token", or positions="rolling" from the start'
+        )
+
+
+def check_rewind(config: H2OConfig, forms: tuple[Form, Form]) -> None:
+    """Refuse to take back tokens whose rows are stored with others'."""
+    if config.rewind and any(isinstance(form, BlockForm) for form in forms):
+        raise ValueError(
+            f"rewind={config.rewind} writes rows back, and blocks of rows are written once: use "
+            'kv_quantizer="per_token", or rewind=0'
+        )
 
 
 def check_call(
@@ -22,11 +52,12 @@ def check_call(
         )
     if slots is None:
         return
-    for name, new, old in (("keys", keys, slots.keys), ("values", values, slots.values)):
-        was, now = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
-        if was != now or old.dtype != new.dtype:
+    batch = slots.state.seen.shape[0]
+    for name, new, old in (("keys", keys, slots.keys.kind), ("values", values, slots.values.kind)):
+        was, now = (batch, *old[:2]), (*new.shape[:2], new.shape[3])
+        if was != now or old[2] != new.dtype:
             raise ValueError(
-                f"{name} of one cache keep batch, heads, width and dtype: it holds {was} {old.dtype}, "
+                f"{name} of one cache keep batch, heads, width and dtype: it holds {was} {old[2]}, "
                 f"the call brings {now} {new.dtype}; make a fresh cache with make_prompt_cache"
             )
 

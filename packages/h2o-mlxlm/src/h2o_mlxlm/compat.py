@@ -11,6 +11,7 @@ import mlx.nn as nn
 from h2o_core import H2OConfig
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.integration import make_prompt_cache
+from h2o_mlxlm.models import head_dim_of
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,7 @@ class KVCacheBuilder:
         Raises:
             ValueError: ``head_dim`` is not the model's, or the model can't have the cache.
         """
-        width = _head_dim(model)
+        width = head_dim_of(model)
         if width is not None and width != config.head_dim:
             raise ValueError(f"head_dim must be the model's own {width}, got {config.head_dim}: set head_dim={width}")
         return make_prompt_cache(model, config.ours("true"))
-
-
-def _head_dim(model: nn.Module) -> int | None:
-    """The key width that a model's arguments state, None if they don't."""
-    args = getattr(model, "args", None)
-    stated = getattr(args, "head_dim", None)
-    heads, hidden = getattr(args, "num_attention_heads", None), getattr(args, "hidden_size", None)
-    if isinstance(stated, int):
-        return stated
-    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None

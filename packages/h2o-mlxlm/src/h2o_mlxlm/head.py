@@ -20,7 +20,7 @@ class HeadCache(H2OKVCache):
     def kind(self) -> tuple[int, int, mx.Dtype, mx.Dtype]:
         """Widths and dtypes of its keys and values."""
         keys, values, _ = self._live()
-        return keys.shape[3], values.shape[3], keys.dtype, values.dtype
+        return keys.kind[1], values.kind[1], keys.kind[2], values.kind[2]
 
     def loses_several(self, n_tokens: int) -> bool:
         """Say whether more than one row would go at the end of a call of so many tokens."""

@@ -5,42 +5,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models import base, mla
+from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
-from h2o_mlxlm.adaptive import AdaptiveH2OKVCache, check_adaptive
+from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.budgets import for_layers
 from h2o_mlxlm.cache import H2OKVCache, share
-from h2o_mlxlm.layers import families, layers_of, name_of, rotation_for, scale_of, trained_length
+from h2o_mlxlm.forms import Pair
+from h2o_mlxlm.layers import layers_of, name_of, rotation_for, scale_of, trained_length
 from h2o_mlxlm.speculative import place_check
-
-Heads = Literal["equal", "adaptive"]
-
-# Models that take a row's place in the cache for its position, with any configuration.
-PLACE_MATTERS = ("afm7", "phi3small")
-
-# Models whose cached keys are not just keys rotated at the layer's own offset, and what they are instead.
-NO_ROLLING = {
-    "bailing_moe_linear": "rotates in its linear layers by the same offset",
-    "cohere2": "does not rotate the keys of these layers",
-    "deepseek_v2": "rotates only the last part of a key",
-    "deepseek_v41": "rotates only the last part of a key",
-    "gemma3n": "rotates every layer by the first one's offset",
-    "gpt2": "has learned positions",
-    "gpt_bigcode": "has learned positions",
-    "hunyuan": "scales keys after their rotation",
-    "hunyuan_v1_dense": "scales keys after their rotation",
-    "llama4": "scales queries by their position",
-    "ministral3": "scales queries by their position",
-    "minicpm3": "rotates only the last part of a key",
-    "youtu_llm": "rotates only the last part of a key",
-}
+from h2o_mlxlm.suitability import (
+    Heads,
+    check_heads,
+    check_layers,
+    check_moving,
+    check_ragged,
+    check_rewind,
+    check_storage,
+)
 
 
 def make_prompt_cache(
@@ -49,6 +37,9 @@ def make_prompt_cache(
     partial: bool = False,
     backend: str = "auto",
     heads: Heads = "equal",
+    kv_bits: int | Pair | None = None,
+    kv_group_size: int | Pair = 64,
+    kv_quantizer: str = "per_token",
 ) -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
@@ -64,6 +55,12 @@ def make_prompt_cache(
         backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
         heads: ``"equal"``: each head keeps ``budget`` tokens. ``"adaptive"``: so many on average, more in heads that
             look at more; see ``AdaptiveH2OKVCache``, which the layers then get.
+        kv_bits: 8 or 4 stores the rows of H2O caches quantised, None as the model makes them. A pair is for keys and
+            for values. Sliding windows stay as they are.
+        kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
+        kv_quantizer: ``"per_token"``: each row by itself, from the first token on. ``"kivi"``: keys by channel over
+            blocks of ``kv_group_size`` tokens, once they are old; ``"gear"``: the same, corrected. Blocks are written
+            once and go when they are empty; see ``Blocks``.
 
     Returns:
         The list that ``prompt_cache=`` takes.
@@ -76,9 +73,9 @@ def make_prompt_cache(
     chosen = backend_of(backend)
     own = _own_caches(model)
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
-    _check_layers(model, own, ours, partial)
+    check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
-    _check_heads(heads, configs)
+    check_heads(heads, configs)
     hooked = _place_hook(model)
     if not hooked and configs[0].queries == "true":
         raise ValueError(
@@ -86,12 +83,14 @@ def make_prompt_cache(
             'attention: use H2OConfig(queries="key")'
         )
     if heads == "adaptive" or len({c.budget for c in configs}) > 1:
-        _check_ragged(model, own, hooked)
+        check_ragged(model, own, hooked)
+    storage = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_quantizer": kv_quantizer}
+    check_storage(model, heads, storage)
     positions, rewind = configs[0].positions, configs[0].rewind
     if positions != "original":
-        _check_moving(model, positions)
+        check_moving(model, positions)
     if rewind:
-        _check_rewind(model, rewind, own, ours)
+        check_rewind(model, rewind, own, ours)
     place_check()
     layers = layers_of(model, own)
     if positions == "auto" and configs[0].trained_length is None:
@@ -101,7 +100,7 @@ def make_prompt_cache(
         chosen = chosen._replace(fused=False)
     given = iter(configs)
     caches = [
-        _cache_for(model, layer, next(given), chosen, heads) if mine else other
+        _cache_for(model, layer, next(given), chosen, heads, storage) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(c for c in caches if isinstance(c, H2OKVCache))
@@ -113,13 +112,7 @@ def bounded_layers(model: nn.Module) -> int:
     return sum(type(c) is mlx_lm_cache.KVCache for c in _own_caches(model))
 
 
-def install(
-    model: nn.Module,
-    config: H2OConfig | Sequence[H2OConfig],
-    partial: bool = False,
-    backend: str = "auto",
-    heads: Heads = "equal",
-) -> None:
+def install(model: nn.Module, config: H2OConfig | Sequence[H2OConfig], partial: bool = False, **how: Any) -> None:
     """Make every generation, chat and server request on this model use fresh H2O caches.
 
     Sets ``model.make_cache``, which mlx_lm asks for the caches of each generation.
@@ -128,16 +121,15 @@ def install(
         model: The model.
         config: What each layer keeps; see ``make_prompt_cache``.
         partial: See ``make_prompt_cache``.
-        backend: See ``make_prompt_cache``.
-        heads: See ``make_prompt_cache``. With ``"adaptive"`` mlx_lm's server runs requests one by one, and
-            ``batch_generate`` refuses.
+        how: What else ``make_prompt_cache`` takes, by name. With ``heads="adaptive"`` mlx_lm's server runs requests
+            one by one, and ``batch_generate`` refuses.
 
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    make_prompt_cache(model, config, partial, backend, heads)
+    make = functools.partial(make_prompt_cache, model, config, partial, **how)
+    make()
     uninstall(model)
-    make = functools.partial(make_prompt_cache, model, config, partial, backend, heads)
     model.make_cache = _MakeCache(make, vars(model).get("make_cache"))
 
 
@@ -174,90 +166,18 @@ def _own_caches(model: nn.Module) -> list[Any]:
     return [mlx_lm_cache.KVCache() for _ in model.layers]
 
 
-def _check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: bool) -> None:
-    # Models with kv_lora_rank that multiply it out before the cache keep whole keys, and work.
-    if any(type(m).__module__ == mla.__name__ for _, m in model.named_modules()):
-        raise ValueError(
-            f"{name_of(model)} keeps latent keys (kv_lora_rank), whose attention an H2O cache can't see: "
-            "use mlx_lm's own cache with this model"
-        )
-    if not families(model).isdisjoint(PLACE_MATTERS):
-        raise ValueError(
-            f"{name_of(model)} takes a row's place in the cache for its position, which evictions change: "
-            "use mlx_lm's own cache with this model"
-        )
-    if not any(ours):
-        raise ValueError(
-            f"no layer of {name_of(model)} has a full attention cache to bound, got "
-            f"{', '.join(sorted({type(c).__name__ for c in own}))}: use mlx_lm's own cache with this model"
-        )
-    others = {
-        type(c).__name__
-        for c, mine in zip(own, ours, strict=True)
-        if not mine and not isinstance(c, mlx_lm_cache.RotatingKVCache)
-    }
-    if others and not partial:
-        raise ValueError(
-            f"some layers of {name_of(model)} keep {', '.join(sorted(others))}, which H2O can't bound: "
-            "pass partial=True to bound the other layers and leave these as they are"
-        )
-
-
-def _check_heads(heads: str, configs: list[H2OConfig]) -> None:
-    if heads not in get_args(Heads):
-        raise ValueError(f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, got {heads!r}")
-    if heads == "adaptive":
-        for config in configs:
-            check_adaptive(config)
-
-
-def _check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool]) -> None:
-    """Refuse models of which some layer could not take a token back, or not the same one as the others."""
-    if len(own) != len(model.layers):
-        raise ValueError(
-            f"rewind={rewind} needs a cache for each layer, but {name_of(model)} has {len(own)} caches for "
-            f"{len(model.layers)} layers: use rewind=0 with this model"
-        )
-    if not all(ours):
-        others = sorted({type(c).__name__ for c, mine in zip(own, ours, strict=True) if not mine})
-        raise ValueError(
-            f"rewind={rewind} needs every layer to take tokens back, but some layers of {name_of(model)} keep "
-            f"{', '.join(others)}, which can't once it is full: use rewind=0 with this model"
-        )
-
-
-def _check_ragged(model: nn.Module, own: list[Any], hooked: bool) -> None:
-    """Refuse models that attend to the rows of one layer under a mask made for another."""
-    # Our attention goes by each cache's own rows; without it, or where layers share keys, mlx_lm's mask decides.
-    if not hooked or len(own) != len(model.layers):
-        why = "attends to keys of one layer in several" if hooked else "attends with code of its own"
-        raise ValueError(
-            f"all layers and heads of {name_of(model)} must hold equally many tokens, for it {why}, under one mask: "
-            'use one configuration for all layers, and heads="equal"'
-        )
-
-
 def _cache_for(
-    model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend, heads: Heads
+    model: nn.Module,
+    layer: nn.Module | None,
+    config: H2OConfig,
+    backend: Backend,
+    heads: Heads,
+    storage: dict[str, Any],
 ) -> H2OKVCache | AdaptiveH2OKVCache:
     if heads == "adaptive":
         return AdaptiveH2OKVCache(config, backend)
     rotation = None if config.positions == "original" else rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, scale_of(layer), rotation, backend)
-
-
-def _check_moving(model: nn.Module, positions: str) -> None:
-    """Refuse models whose cached keys are not just keys rotated at one position each."""
-    for family in families(model) & NO_ROLLING.keys():
-        raise ValueError(
-            f'positions="{positions}" can\'t be used with {name_of(model)}, which {NO_ROLLING[family]}: '
-            'use positions="original"'
-        )
-    if "mrope" in repr(vars(getattr(model, "args", None) or model)):
-        raise ValueError(
-            f'positions="{positions}" can\'t be used with {name_of(model)}, which has several positions a token '
-            '(M-RoPE): use positions="original"'
-        )
+    return H2OKVCache(config, scale_of(layer), rotation, backend, **storage)
 
 
 def _place_hook(model: nn.Module) -> bool:

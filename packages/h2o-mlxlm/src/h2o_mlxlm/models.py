@@ -72,6 +72,19 @@ def default_gguf() -> Path:
     )
 
 
+def head_dim_of(model: Any) -> int | None:
+    """Find the width of keys and values that a model's arguments state, None if they don't."""
+    args = getattr(model, "args", None)
+    stated = getattr(args, "head_dim", None)
+    heads, hidden = getattr(args, "num_attention_heads", None), getattr(args, "hidden_size", None)
+    if isinstance(stated, int):
+        return stated
+    # Keys that are made of two parts have a width of their own.
+    if not isinstance(heads, int) or not isinstance(hidden, int) or hasattr(args, "qk_rope_head_dim"):
+        return None
+    return hidden // heads
+
+
 def find(model: str | None) -> str:
     """Find what ``mlx_lm.load`` takes for a model that ``load`` takes; a GGUF file is converted.
 

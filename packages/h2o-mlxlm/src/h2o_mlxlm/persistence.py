@@ -22,6 +22,7 @@ from h2o_mlxlm.identity import model_identity
 from h2o_mlxlm.integration import make_prompt_cache
 from h2o_mlxlm.safetensors_file import read_arrays, write_arrays
 from h2o_mlxlm.snapshot import FORMAT, config_of, parsed
+from h2o_mlxlm.storage import storage_of
 from h2o_rope import Rotation
 
 NAME = "h2o_mlxlm"
@@ -53,16 +54,17 @@ def save_prompt_cache(
     if not _are_texts(texts):
         raise TypeError(f"metadata must be names and texts, got {metadata!r}")
     _check_kinds(cache)
-    config = _config_of_all(cache)
+    config, storage = _settings_of_all(cache)
     classes = [type(c).__name__ for c in cache]
     leaves = dict(tree_flatten([c.state for c in cache]))
     # What could not be loaded is not saved.
-    _caches_of(model, config, classes, leaves, "auto")
+    _caches_of(model, config, storage, classes, leaves, "auto")
     arrays = {name: x for name, x in leaves.items() if isinstance(x, mx.array)}
     about = {
         "format": FORMAT,
         "model": model_identity(model),
         "config": asdict(config),
+        "storage": storage,
         "classes": classes,
         "scalars": {name: x for name, x in leaves.items() if name not in arrays},
         "metadata": texts,
@@ -103,21 +105,22 @@ def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict
         _refuse(
             "it was not written by h2o_mlxlm's save_prompt_cache; mlx_lm's files are for mlx_lm's load_prompt_cache"
         )
-    about = parsed(texts[NAME], ("model", "config", "classes", "scalars", "metadata"))
+    about = parsed(texts[NAME], ("model", "config", "storage", "classes", "scalars", "metadata"))
     scalars, metadata = about["scalars"], about["metadata"]
     if about["model"] != (own := model_identity(model)):
         _refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the one that filled it")
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
         _refuse("its metadata or scalars are not what is saved")
-    config, leaves = config_of(about["config"]), scalars | arrays
-    return _caches_of(model, config, about["classes"], leaves, backend), metadata
+    config, storage, leaves = config_of(about["config"]), storage_of(about["storage"]), scalars | arrays
+    return _caches_of(model, config, storage, about["classes"], leaves, backend), metadata
 
 
-def _config_of_all(cache: Sequence[Any]) -> H2OConfig:
-    configs = {c.config for c in cache if isinstance(c, H2OKVCache)}
-    if len(configs) != 1:
-        raise ValueError(f"a file of caches has one H2OConfig, got {len(configs)}: make them with make_prompt_cache")
-    return configs.pop()
+def _settings_of_all(cache: Sequence[Any]) -> tuple[H2OConfig, dict[str, Any]]:
+    ours = [c for c in cache if isinstance(c, H2OKVCache)]
+    if not ours or any(_settings(c) != _settings(ours[0]) for c in ours):
+        n = len({(c.config, str(c.storage)) for c in ours})
+        raise ValueError(f"a file of caches has one H2OConfig, got {n}: make them with make_prompt_cache")
+    return ours[0].config, storage_of(ours[0].storage)
 
 
 def _check_kinds(cache: Sequence[Any]) -> None:
@@ -129,12 +132,20 @@ def _check_kinds(cache: Sequence[Any]) -> None:
         )
 
 
-def _caches_of(model: nn.Module, config: H2OConfig, classes: Any, leaves: Mapping[str, Any], backend: str) -> list[Any]:
+def _caches_of(
+    model: nn.Module,
+    config: H2OConfig,
+    storage: Mapping[str, Any],
+    classes: Any,
+    leaves: Mapping[str, Any],
+    backend: str,
+) -> list[Any]:
     """Make this model's caches from the leaves of their states.
 
     Args:
         model: The model.
         config: Of its H2O caches.
+        storage: How they store rows, as ``make_prompt_cache`` takes it.
         classes: Names of the caches' classes.
         leaves: Arrays, whole numbers, texts and None by their names in the flat list of states.
         backend: Whose functions they use.
@@ -142,7 +153,7 @@ def _caches_of(model: nn.Module, config: H2OConfig, classes: Any, leaves: Mappin
     Raises:
         ValueError: They are not the states that this model's caches can have.
     """
-    fresh, probe = (make_prompt_cache(model, config, partial=True, backend=backend) for _ in range(2))
+    fresh, probe = (make_prompt_cache(model, config, partial=True, backend=backend, **storage) for _ in range(2))
     _check_kinds(fresh)
     if classes != [type(c).__name__ for c in fresh]:
         _refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")
@@ -190,13 +201,15 @@ def _check_layers(made: Sequence[Any], fresh: Sequence[Any]) -> None:
     ours = [c for c in made if isinstance(c, H2OKVCache)]
     # Some models have layers that they don't use.
     used = [c for c in ours if not c.empty()] or ours
-    alike = {(1 if c.keys is None else c.keys.shape[0], c._counts, c._batched, c._to_come) for c in used}
+    alike = {(c.sequences, c._counts, c._batched, c._to_come) for c in used}
     if len(alike) > 1:
         _refuse("its layers have not seen the same tokens")
     batch, (count, *_), batched, _ = alike.pop()
     for i, (cache, new) in enumerate(zip(made, fresh, strict=True)):
         if isinstance(cache, H2OKVCache):
-            fits = (cache.config, cache.scale) == (new.config, new.scale) and _same(cache.rotation, new.rotation)
+            fits = (*_settings(cache), cache.scale) == (*_settings(new), new.scale) and _same(
+                cache.rotation, new.rotation
+            )
         elif isinstance(cache, ArraysCache):
             fits = all(x.shape[0] == batch for x in cache.cache if x is not None)
         else:
@@ -204,6 +217,10 @@ def _check_layers(made: Sequence[Any], fresh: Sequence[Any]) -> None:
             fits = not batched and _has_rows(cache, new, batch, count.seen)
         if not fits:
             _refuse(f"layer {i} is no {type(new).__name__} that this model can have after {count.seen} tokens")
+
+
+def _settings(cache: H2OKVCache) -> tuple[H2OConfig, dict[str, Any]]:
+    return cache.config, cache.storage
 
 
 def _has_rows(cache: KVCache | RotatingKVCache, new: KVCache | RotatingKVCache, batch: int, seen: int) -> bool:

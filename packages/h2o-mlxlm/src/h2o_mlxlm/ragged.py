@@ -60,7 +60,7 @@ def chosen(slots: Slots, sequences: Sequence[int], n_rows: int) -> Slots:
     """Take sequences out, in the given order; ``n_rows`` is the most that any of them has."""
     at = mx.array(list(sequences), mx.int32)
     keys, values, state = slots
-    taken = Slots(keys[at], values[at], tree_map(lambda x: x[at], state))
+    taken = Slots(keys.of(at), values.of(at), tree_map(lambda x: x[at], state))
     return packed(taken, n_rows)
 
 
@@ -76,7 +76,7 @@ def joined(parts: Sequence[tuple[Slots | None, int, int]]) -> Slots | None:
     present = [packed(slots, n_rows) for slots, _, n_rows in parts if slots is not None]
     if not present:
         return None
-    kinds = {tuple((x.shape[1], x.shape[3], x.dtype) for x in slots[:2]) for slots in present}
+    kinds = {(slots.keys.kind, slots.values.kind) for slots in present}
     if len(kinds) > 1:
         raise ValueError(
             f"caches of one batch have equal heads, widths and dtypes, got {sorted(map(str, kinds))} for keys and "
@@ -86,12 +86,9 @@ def joined(parts: Sequence[tuple[Slots | None, int, int]]) -> Slots | None:
     rest = iter(present)
     full = [widened(_none(present[0], batch) if slots is None else next(rest), width) for slots, batch, _ in parts]
     state: H2OState = tree_map(lambda *x: mx.concatenate(list(x)), *[slots.state for slots in full])
-    return Slots(mx.concatenate([x.keys for x in full]), mx.concatenate([x.values for x in full]), state)
-
-
-def only(flags: Sequence[bool], new: mx.array, old: mx.array) -> mx.array:
-    """Take x [B, H, C, D] from ``new`` for the sequences with a flag, else from ``old``."""
-    return new if all(flags) else mx.where(mx.array(list(flags))[:, None, None, None], new, old)
+    first, *others = full
+    keys, values = (getattr(first, x).joined([getattr(slots, x) for slots in others]) for x in ("keys", "values"))
+    return Slots(keys, values, state)
 
 
 def per_sequence(numbers: Sequence[int]) -> mx.array:
@@ -106,5 +103,4 @@ def lengths_of(numbers: Sequence[int] | None) -> mx.array | None:
 
 def _none(like: Slots, batch: int) -> Slots:
     """Slots, none so far, of sequences that have seen nothing."""
-    keys, values = (mx.zeros((batch, x.shape[1], 0, x.shape[3]), x.dtype) for x in like[:2])
-    return Slots(keys, values, init(*keys.shape[:2]))
+    return Slots(like.keys.none(batch), like.values.none(batch), init(batch, like.keys.kind[0]))

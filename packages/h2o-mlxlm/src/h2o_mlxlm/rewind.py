@@ -11,6 +11,7 @@ from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.checks import check_call, check_unchanged, raise_unreported
 from h2o_mlxlm.counts import Count, Counts, Part, called
 from h2o_mlxlm.slots import Row, Slots, restored, vacant
+from h2o_mlxlm.stores import Store
 
 
 class Newest(NamedTuple):
@@ -22,7 +23,7 @@ class Newest(NamedTuple):
     gone: Row | None  # what had gone from there; None from an empty slot
     # Keys and values of all slots before the end of its call moved rows (the end of a held prompt, keys that begin
     # to roll). None at most times.
-    moved: tuple[mx.array, mx.array] | None = None
+    moved: tuple[Store, Store] | None = None
 
 
 class Rewind(Calls):
@@ -143,18 +144,24 @@ class Rewind(Calls):
         """Bytes of every live buffer: keys, values, empty slots, scores, totals, positions, offsets, newest tokens."""
         held = super().nbytes
         kept = [
-            (*token.state[:4], *token.state.extras, token.slot, *(token.gone or ())[1:], *(token.moved or ()))
+            (
+                *token.state[:4],
+                *token.state.extras,
+                token.slot,
+                *_vacancy(token.gone)[1:],
+                *chain(*[rows.arrays for rows in token.moved or ()]),
+            )
             for token in self._newest
         ]
-        return held + sum(int(x.nbytes) for x in chain(*kept, self._vacant or ()))
+        return held + sum(int(x.nbytes) for x in chain(*kept, _vacancy(self._vacant)))
 
     def _take_back(self, n: int) -> None:
         self._end_call()
         slots, taken = self._live(), self._newest[-n:]
         for token in reversed(taken):
             slots = slots if token.moved is None else Slots(*token.moved, slots.state)
-            empty = Row(token.slot, *[mx.zeros_like(x[:, :, :1]) for x in slots[:2]])
-            slots = restored(slots, token.state, token.gone or empty)
+            gone = token.gone or Row(token.slot, slots.keys.blank(), slots.values.blank())
+            slots = restored(slots, token.state, gone)
         self._newest = self._newest[:-n]
         # As long as nothing has been seen, any heads, widths and dtype may come.
         self._slots = slots if any(c.seen for c in taken[0].counts) else None
@@ -182,7 +189,8 @@ class Rewind(Calls):
         due = super()._due()
         if not self.config.rewind:
             return due
-        return [*due, *self._live()[:2], *(self._vacant or ())]
+        slots = self._live()
+        return [*due, *slots.keys.arrays, *slots.values.arrays, *_vacancy(self._vacant)]
 
     def step(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
@@ -192,7 +200,7 @@ class Rewind(Calls):
         if out is None or not self.config.rewind:
             return out
         self._vacate()
-        tied: list[mx.array] = mx.depends([out], list(self._vacant or ()))
+        tied: list[mx.array] = mx.depends([out], _vacancy(self._vacant))
         return tied[0]
 
     def _end_call(self) -> None:
@@ -228,3 +236,7 @@ class Rewind(Calls):
 
     def _forget(self) -> None:
         self._newest, self._vacant = (), None
+
+
+def _vacancy(row: Row | None) -> list[mx.array]:
+    return [] if row is None else [row.slot, *row.arrays]

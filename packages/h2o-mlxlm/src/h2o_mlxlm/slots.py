@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
 from h2o_mlxlm.backend import Backend
+from h2o_mlxlm.forms import Form
+from h2o_mlxlm.stores import Store, no_rows
 
 STEP = 256
 """Slots added at a time below the budget, as mlx_lm's own cache does."""
@@ -22,8 +24,8 @@ CONFIGURATIONS = 2048
 class Slots(NamedTuple):
     """C slots per KV head."""
 
-    keys: mx.array  # [B, H, C, D]
-    values: mx.array  # [B, H, C, Dv]
+    keys: Store
+    values: Store
     state: H2OState
 
 
@@ -31,13 +33,24 @@ class Row(NamedTuple):
     """What a slot of each head holds."""
 
     slot: mx.array  # [B, H, 1]
-    keys: mx.array  # [B, H, 1, D]
-    values: mx.array  # [B, H, 1, Dv]
+    keys: Store  # of one slot
+    values: Store
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What keys and values are stored in."""
+        return *self.keys.arrays, *self.values.arrays
 
 
-def none_yet(keys: mx.array, values: mx.array) -> Slots:
-    """Make slots, none so far, for rows like these."""
-    return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2]))
+def none_yet(keys: mx.array, values: mx.array, forms: tuple[Form, Form]) -> Slots:
+    """Make slots, none so far, for rows like these.
+
+    Raises:
+        ValueError: The rows can't be divided into groups of the size that is asked for.
+    """
+    for name, rows, form in zip(("keys", "values"), (keys, values), forms, strict=True):
+        form.check_width(name, rows.shape[-1])
+    return Slots(no_rows(keys, forms[0]), no_rows(values, forms[1]), init(*keys.shape[:2]))
 
 
 def capacity(slots: Slots) -> int:
@@ -91,19 +104,21 @@ def written(
 
 def replaced(slots: Slots, state: H2OState, where: mx.array, keys: mx.array, values: mx.array) -> Slots:
     """Put one token's rows [B, H, 1, D] where a row has gone, as the state says already."""
-    return Slots(_put(slots.keys, where, keys), _put(slots.values, where, values), state)
+    where = where[..., None]
+    return Slots(slots.keys.put(where, keys), slots.values.put(where, values), state)
 
 
 def vacant(slots: Slots) -> Row:
     """Read the slot that the next token's rows go to; there is an empty one in every head."""
     _, where = _admitted(slots.state, None)
-    return Row(where, rows_at(slots.keys, where), rows_at(slots.values, where))
+    return Row(where, slots.keys.at(where), slots.values.at(where))
 
 
 def restored(slots: Slots, state: H2OState, row: Row) -> Slots:
     """Undo ``written``: the state that it found, in as many slots as there are now, and the row it overwrote."""
-    keys, values = _put(slots.keys, row.slot, row.keys), _put(slots.values, row.slot, row.values)
-    return Slots(keys, values, grow(state, slots.keys.shape[2]))
+    where = row.slot[..., None]
+    keys, values = slots.keys.put_back(where, row.keys.arrays), slots.values.put_back(where, row.values.arrays)
+    return Slots(keys, values, grow(state, slots.keys.n_slots))
 
 
 @mx.compile
@@ -115,7 +130,7 @@ def appended(slots: Slots, keys: mx.array, values: mx.array, n_rows: int, length
     """Put the rows of several tokens behind the ``n_rows`` that heads hold at most; see ``written``."""
     slots = packed(slots, n_rows)
     state, _ = admit(slots.state, keys.shape[2], lengths)
-    return Slots(mx.concatenate([slots.keys, keys], axis=2), mx.concatenate([slots.values, values], axis=2), state)
+    return Slots(slots.keys.appended(keys), slots.values.appended(values), state)
 
 
 def scored(
@@ -202,20 +217,10 @@ def ranks(slots: Slots, n_rows: int | mx.array, before: mx.array | None = None) 
     return mx.where(new, n_rows - 1, before - (before > gone))
 
 
-def rows_at(x: mx.array, where: mx.array) -> mx.array:
-    """Gather rows of x [B, H, C, D] by slots [B, H, M]."""
-    return mx.take_along_axis(x, where[..., None], axis=2)
-
-
 def _taken(slots: Slots, state: H2OState, order: mx.array) -> Slots:
-    return Slots(rows_at(slots.keys, order), rows_at(slots.values, order), state)
+    return Slots(slots.keys.at(order), slots.values.at(order), state)
 
 
 def widened(slots: Slots, width: int) -> Slots:
     """Add empty slots on the right, where there are fewer than ``width``; they are finite, for 0 · nan is nan."""
-    more = [(0, 0), (0, 0), (0, width - slots.keys.shape[2]), (0, 0)]
-    return Slots(mx.pad(slots.keys, more), mx.pad(slots.values, more), grow(slots.state, width))
-
-
-def _put(x: mx.array, where: mx.array, row: mx.array) -> mx.array:
-    return mx.put_along_axis(x, mx.broadcast_to(where[..., None], row.shape), row, axis=2)
+    return Slots(slots.keys.widened(width), slots.values.widened(width), grow(slots.state, width))

@@ -6,9 +6,9 @@ cache takes it. Knows no file and no model; see ``persistence``.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -19,7 +19,10 @@ from h2o_mlxlm.checks import is_whole
 from h2o_mlxlm.counts import Count, Counts, outgrown
 from h2o_mlxlm.ragged import per_sequence
 from h2o_mlxlm.slots import Slots, capacity
+from h2o_mlxlm.storage import Expected, expected_of, rows_in, storage_of
 from h2o_rope import Rotation
+
+Made = TypeVar("Made")
 
 FORMAT = 1
 """Of what is below. Another number for another meaning."""
@@ -29,17 +32,13 @@ ABOUT = "about"
 
 FREQUENCIES = "frequencies"
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-
-ARRAYS: dict[str, tuple[tuple[mx.Dtype, ...], str]] = {
-    "keys": (FLOATS, "BHCD"),
-    "values": (FLOATS, "BHCV"),
+ARRAYS: Expected = {
     "scores": ((mx.float32,), "BHC"),
     "totals": ((mx.float32,), "BHC"),
     "positions": ((mx.int32,), "BHC"),
     "seen": ((mx.int32,), "B"),
 }
-"""Every array of a cache that has seen something: dtypes, and axes, of which equal letters have equal lengths."""
+"""Arrays of a cache that has seen something, beside its rows; see ``storage``."""
 
 
 class Snapshot(NamedTuple):
@@ -47,6 +46,7 @@ class Snapshot(NamedTuple):
 
     config: H2OConfig
     scale: float | None
+    storage: dict[str, Any]  # how rows are stored, as ``H2OKVCache`` takes it
     rotation: Rotation | None
     slots: Slots | None
     counts: Counts
@@ -57,13 +57,16 @@ class Snapshot(NamedTuple):
 def state_of(snapshot: Snapshot) -> dict[str, Any]:
     """Name what must be evaluated or saved: arrays, and a JSON string under ``ABOUT``."""
     slots, rotation = snapshot.slots, snapshot.rotation
-    arrays = {} if slots is None else {"keys": slots.keys, "values": slots.values, **slots.state._asdict()}
+    arrays = (
+        {} if slots is None else {"keys": slots.keys.stored, "values": slots.values.stored, **slots.state._asdict()}
+    )
     if rotation is not None:
         arrays[FREQUENCIES] = rotation.frequencies
     about = {
         "format": FORMAT,
         "config": asdict(snapshot.config),
         "scale": snapshot.scale,
+        "storage": snapshot.storage,
         "rotation": None if rotation is None else list(rotation[1:]),
         "counts": snapshot.counts,
         "batched": snapshot.batched,
@@ -86,13 +89,14 @@ def snapshot_of(state: Any) -> Snapshot:
     config, scale = config_of(about["config"]), about["scale"]
     if scale is not None and not _is_number(scale):
         _refuse(f"scale={scale!r} is no number")
+    storage = _lawful(storage_of, about["storage"])
     rotation = _rotation(config, about["rotation"], arrays.pop(FREQUENCIES, None))
     counts = _counts(config, about["counts"], about["batched"])
     to_come = _to_come(counts, about["to_come"], about["batched"])
-    slots = _slots(config, counts, arrays, about["batched"])
-    if rotation is not None and slots is not None and 2 * rotation.frequencies.size > slots.keys.shape[-1]:
-        _refuse(f"{rotation.frequencies.size} frequencies turn more dims than keys have, {slots.keys.shape[-1]}")
-    return Snapshot(config, scale, rotation, slots, counts, about["batched"], to_come)
+    slots = _slots(config, storage, counts, arrays, about["batched"])
+    if rotation is not None and slots is not None and 2 * rotation.frequencies.size > slots.keys.kind[1]:
+        _refuse(f"{rotation.frequencies.size} frequencies turn more dims than keys have, {slots.keys.kind[1]}")
+    return Snapshot(config, scale, storage, rotation, slots, counts, about["batched"], to_come)
 
 
 def parsed(text: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -119,14 +123,19 @@ def config_of(values: Any) -> H2OConfig:
     """Make the configuration that ``asdict`` took apart, or raise a ``ValueError``."""
     if not isinstance(values, dict) or sorted(values) != sorted(f.name for f in fields(H2OConfig)):
         _refuse("its configuration has other fields than H2OConfig")
+    return _lawful(H2OConfig, **values)
+
+
+def _lawful(make: Callable[..., Made], *given: Any, **named: Any) -> Made:
+    """Make something of what came, whose errors are this state's."""
     try:
-        return H2OConfig(**values)
+        return make(*given, **named)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_LAW}: {error}") from error
 
 
 def _about(text: Any) -> dict[str, Any]:
-    about = parsed(text, ("config", "scale", "rotation", "counts", "batched", "to_come"))
+    about = parsed(text, ("config", "scale", "storage", "rotation", "counts", "batched", "to_come"))
     if not isinstance(about["batched"], bool):
         _refuse(f"batched must be true or false, got {about['batched']!r}")
     return about
@@ -179,26 +188,29 @@ def _to_come(counts: Counts, values: Any, batched: bool) -> tuple[int, ...] | No
     return tuple(values)
 
 
-def _slots(config: H2OConfig, counts: Counts, arrays: Mapping[str, Any], batched: bool) -> Slots | None:
+def _slots(
+    config: H2OConfig, storage: dict[str, Any], counts: Counts, arrays: Mapping[str, Any], batched: bool
+) -> Slots | None:
     if not arrays:
         if any(c.seen for c in counts):
             _refuse(f"tokens were seen, but there are no rows: {counts}")
         return None
-    if sorted(arrays) != sorted(ARRAYS):
-        _refuse(f"its arrays must be {', '.join(sorted(ARRAYS))}, got {', '.join(sorted(arrays))}")
-    n = _check_axes(arrays)
+    expected = expected_of(storage) | ARRAYS
+    if sorted(arrays) != sorted(expected):
+        _refuse(f"its arrays must be {', '.join(sorted(expected))}, got {', '.join(sorted(arrays))}")
+    n = _check_axes(arrays, expected)
     if batched and n["B"] != len(counts):
         _refuse(f"there are {n['B']} sequences and {len(counts)} counts")
-    rest = {name: x for name, x in arrays.items() if name not in ("keys", "values")}
-    slots = Slots(arrays["keys"], arrays["values"], H2OState(**rest))
+    rest = {name: x for name, x in arrays.items() if name in ARRAYS}
+    slots = Slots(*_lawful(rows_in, arrays, storage), H2OState(**rest))
     _check_rows(config, slots, counts if batched else counts * n["B"])
     return slots
 
 
-def _check_axes(arrays: Mapping[str, Any]) -> dict[str, int]:
+def _check_axes(arrays: Mapping[str, Any], expected: Expected) -> dict[str, int]:
     """Check dtypes and shapes, and return the length of each axis."""
     lengths: dict[str, int] = {}
-    for name, (dtypes, axes) in ARRAYS.items():
+    for name, (dtypes, axes) in expected.items():
         x = arrays[name]
         if not isinstance(x, mx.array) or x.dtype not in dtypes or x.ndim != len(axes):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
@@ -236,7 +248,7 @@ def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
         == mx.minimum(seen, config.n_sink + config.grace),
         "scores and totals are not negative": ~((state.scores < 0) | (state.totals < 0)),
         "an empty slot has no score": empty == 0,
-        "an empty slot is finite": _finite(slots.keys, held) & _finite(slots.values, held),
+        "an empty slot is finite": _finite(slots.keys.opened(), held) & _finite(slots.values.opened(), held),
     }
     hold = mx.stack([holds.all() for holds in laws.values()]).tolist()
     broken = [law for law, holds in zip(laws, hold, strict=True) if not holds]  # type: ignore[arg-type]

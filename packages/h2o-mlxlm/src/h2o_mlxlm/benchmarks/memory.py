@@ -93,7 +93,7 @@ def prefill_peak(shape: Shape, budget: int, chunk: int, n_tokens: int) -> int:
     return peak
 
 
-def held(shape: Shape, budget: int, n_tokens: int) -> tuple[int, int]:
+def held(shape: Shape, budget: int, n_tokens: int, variant: str = "h2o") -> tuple[int, int]:
     """Compare what the process holds for a cache of ``n_tokens`` seen tokens with what the cache says.
 
     Returns:
@@ -101,7 +101,7 @@ def held(shape: Shape, budget: int, n_tokens: int) -> tuple[int, int]:
     """
     with _exact():
         before = _active()
-        cache = VARIANTS["h2o"].make(Room(budget, shape.head_dim))[0]
+        cache = VARIANTS[variant].make(Room(budget, shape.head_dim))[0]
         layer.fill(cache, shape, n_tokens)
         return _active() - before, cache.nbytes
 

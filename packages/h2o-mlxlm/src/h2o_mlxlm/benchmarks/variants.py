@@ -56,20 +56,22 @@ def config_for(budget: int, **changes: Any) -> "H2OConfig":
     return H2OConfig(budget=budget, n_sink=min(4, budget // 8), grace=min(16, budget // 4), **changes)
 
 
-def _ours(**changes: Any) -> Callable[[Room], list[Any]]:
+def _ours(storage: dict[str, Any] | None = None, **changes: Any) -> Callable[[Room], list[Any]]:
+    how = storage or {}
+
     def make(room: Room) -> list[Any]:
         config = config_for(room.budget, **changes)
         if room.model is not None:
             from h2o_mlxlm.integration import make_prompt_cache
 
-            return make_prompt_cache(room.model, config)
+            return make_prompt_cache(room.model, config, **how)
         import mlx.nn as nn
 
         from h2o_mlxlm.cache import H2OKVCache
         from h2o_rope import rotation_of
 
         rotation = None if config.positions == "original" else rotation_of(nn.RoPE(room.head_dim))
-        return [H2OKVCache(config, rotation=rotation)]
+        return [H2OKVCache(config, rotation=rotation, **how)]
 
     return make
 
@@ -83,6 +85,10 @@ VARIANTS = {
     "h2o-rewind": Variant(_ours(rewind=3)),
     "h2o-key": Variant(_ours(queries="key")),
     "h2o-rolling": Variant(_ours(positions="rolling")),
+    "h2o-8bit": Variant(_ours({"kv_bits": 8}), width=64),
+    "h2o-4bit": Variant(_ours({"kv_bits": 4}), width=64),
+    "h2o-kivi": Variant(_ours({"kv_bits": 4, "kv_group_size": 32, "kv_quantizer": "kivi"}), width=32),
+    "h2o-gear": Variant(_ours({"kv_bits": 4, "kv_group_size": 32, "kv_quantizer": "gear"}), width=32),
 }
 
 

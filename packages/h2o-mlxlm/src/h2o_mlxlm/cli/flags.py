@@ -11,9 +11,7 @@ from h2o_core import H2OConfig
 
 REFUSED = {
     "--max-kv-size": "use --budget, which bounds the cache of every model",
-    "--kv-bits": "rows are stored as the model makes them; lower --budget to save memory",
-    "--kv-group-size": "rows are stored as the model makes them; lower --budget to save memory",
-    "--quantized-kv-start": "rows are stored as the model makes them; lower --budget to save memory",
+    "--quantized-kv-start": "rows are stored in one form from the first token on, with --kv-bits quantised",
     "--draft-model": "drafted tokens are taken back, which generate alone has caches for",
     "--num-draft-tokens": "drafted tokens are taken back, which generate alone has caches for",
     "--image": "prompts are text",
@@ -22,6 +20,10 @@ REFUSED = {
     "--pipeline": "a model runs in one process here",
     "--use-default-chat-template": "the tokenizer's own template is used, or none with --ignore-chat-template",
 }
+
+
+HOW = ("backend", "kv_bits", "kv_group_size", "kv_quantizer")
+"""Flags that are arguments of ``make_prompt_cache``."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -160,6 +162,14 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="Whose code does the work (%(default)s: kernels where there is Metal or CUDA)",
     )
+    add("--kv-bits", type=int, help="Store rows in 8 or 4 bits a number (as the model makes them)")
+    add("--kv-group-size", type=int, default=64, help="Numbers that share a scale: 32, 64 or 128 (%(default)s)")
+    add(
+        "--kv-quantizer",
+        choices=["per_token", "kivi", "gear"],
+        default="per_token",
+        help="What shares a scale: numbers of a token, or of a channel over a block of tokens (%(default)s)",
+    )
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
@@ -169,24 +179,27 @@ def check_cache_flags(args: argparse.Namespace) -> None:
         ValueError: A flag's value is outside its range.
     """
     from h2o_mlxlm.backend import backend_of
+    from h2o_mlxlm.forms import forms
 
     backend_of(args.backend)
+    forms(args.kv_bits, args.kv_group_size, args.kv_quantizer)
     if isinstance(args.budget, int):
         config_from(args, args.budget)
 
 
-def heads_of(args: argparse.Namespace) -> Any:
-    """What ``--budget-shape`` says of heads, as ``make_prompt_cache`` takes it."""
-    return "adaptive" if args.budget_shape == "adaptive" else "equal"
+def how_from(args: argparse.Namespace) -> dict[str, Any]:
+    """Say what ``make_prompt_cache`` and ``install`` take, beside the model and the configuration."""
+    heads = "adaptive" if args.budget_shape == "adaptive" else "equal"
+    return {"heads": heads} | {name: getattr(args, name) for name in HOW}
 
 
 def cache_options(args: argparse.Namespace, model: Any, config: H2OConfig) -> dict[str, Any]:
-    """Say what ``make_prompt_cache`` and ``install`` take, beside the model."""
+    """Say what they take, beside the model."""
     from h2o_mlxlm.budgets import pyramid
     from h2o_mlxlm.integration import bounded_layers
 
     shaped = pyramid(config, bounded_layers(model)) if args.budget_shape == "pyramid" else config
-    return {"config": shaped, "heads": heads_of(args), "backend": args.backend}
+    return {"config": shaped, **how_from(args)}
 
 
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:

@@ -115,7 +115,7 @@ def _caches(args: argparse.Namespace, model: Any, draft_model: Any) -> list[Any]
         return list(chain(*made))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
     ours = next(c for c in caches if isinstance(c, H2OKVCache))
-    if not isinstance(ours.offset, int) or (ours.keys is not None and ours.keys.shape[0] > 1):
+    if not isinstance(ours.offset, int) or ours.sequences > 1:
         raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
     flags.check_given(args, ours.config, tokens_of(args, model))
     return caches
@@ -176,6 +176,7 @@ def _generate(
         "cache_bytes": sum(c.nbytes for c in caches),
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
+        **{name: getattr(ours[0], "storage", vars(args))[name] for name in ("kv_bits", "kv_quantizer")},
         "config": asdict(ours[0].config),
     }
     if args.verbose:

@@ -52,23 +52,28 @@ def tokens_of(args: argparse.Namespace, model: Any, draft_model: Any = None) -> 
     if isinstance(args.budget, int):
         return args.budget
     models = [model] if draft_model is None else [model, draft_model]
-    return tokens_in(models, args.budget, flags.heads_of(args), flags.rewind_from(args))
+    return tokens_in(models, args.budget, flags.how_from(args), flags.rewind_from(args))
 
 
-def tokens_in(models: Sequence[Any], n_bytes: float, heads: Any = "equal", rewind: int = 0) -> int:
+def tokens_in(models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind: int = 0) -> int:
     """Find the largest budget whose caches fit into so many bytes, the empty slot and tokens to take back included.
 
     Args:
         models: The model, and one that drafts for it if there is one: their caches have equal budgets.
         n_bytes: Bytes for the caches of all.
-        heads: See ``make_prompt_cache``. How budgets differ between layers does not matter, only their total.
+        how: What ``make_prompt_cache`` takes. How budgets differ between layers does not matter, only their total.
         rewind: Of the configuration.
 
     Raises:
-        ValueError: Not one token fits.
+        ValueError: Not one token fits, or what a token takes is not known.
     """
+    if how.get("kv_quantizer", "per_token") != "per_token":
+        raise ValueError(
+            f"--budget in bytes needs rows of one size, and --kv-quantizer {how['kv_quantizer']} keeps blocks with "
+            "holes: give --budget in tokens"
+        )
     # Full caches grow by a slot with each token of the budget: two of them show a slot's size and what is on top.
-    sizes = [sum(_full(model, budget, heads, rewind) for model in models) for budget in (8, 9)]
+    sizes = [sum(_full(model, budget, how, rewind) for model in models) for budget in (8, 9)]
     slot = sizes[1] - sizes[0]
     fixed = sizes[0] - 8 * slot
     tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot)
@@ -77,7 +82,7 @@ def tokens_in(models: Sequence[Any], n_bytes: float, heads: Any = "equal", rewin
     return tokens
 
 
-def _full(model: Any, budget: int, heads: Any, rewind: int) -> int:
+def _full(model: Any, budget: int, how: dict[str, Any], rewind: int) -> int:
     """Bytes of a model's caches that have seen more than they keep and take back."""
     import mlx.core as mx
 
@@ -85,9 +90,9 @@ def _full(model: Any, budget: int, heads: Any, rewind: int) -> int:
     from h2o_mlxlm.integration import make_prompt_cache
 
     # Key queries work with every model; the other two need the model's own.
-    queries: Queries = "true" if rewind or heads != "equal" else "key"
+    queries: Queries = "true" if rewind or how.get("heads") == "adaptive" else "key"
     config = H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind)
-    caches = make_prompt_cache(model, config, heads=heads)
+    caches = make_prompt_cache(model, config, **how)
     for n in (budget + rewind + 2, 1):
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))
     return sum(c.nbytes for c in caches if isinstance(c, OURS))

@@ -63,7 +63,9 @@ class Provider(ModelProvider):  # type: ignore[misc]
     """Models by name, one at a time, each with H2O caches for all that it generates."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
+        # Rows are quantised by our caches, from the first token on, not by mlx_lm later.
+        super().__init__(argparse.Namespace(**(vars(args) | {"kv_bits": None})))
+        self.flags = args
         if self.is_distributed:
             raise ValueError("h2o-mlxlm server runs in one process, got several: start it without mlx.launch")
         self.ready: Future[None] = Future()
@@ -86,7 +88,7 @@ class Provider(ModelProvider):  # type: ignore[misc]
             with in_one_line(model_path):
                 super()._load(find(model_path), adapter_path)
                 prepare(self.model)
-                install(self.model, **_options(self.cli_args, self.model))
+                install(self.model, **_options(self.flags, self.model))
         except ValueError:
             # Left in place, it would answer the next request with a cache that is not ours.
             self.reset()

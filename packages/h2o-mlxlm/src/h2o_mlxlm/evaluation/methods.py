@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import NoneType, UnionType
@@ -41,10 +42,10 @@ def _recency(model: Any, budget: int, settings: dict[str, Any], seed: int) -> li
     return [RotatingKVCache(budget, keep=N_KEPT) if type(c) is KVCache else c for c in own]
 
 
-def _h2o(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
+def _h2o(model: Any, budget: int, settings: dict[str, Any], seed: int, **how: Any) -> list[Any]:
     from h2o_mlxlm.integration import make_prompt_cache
 
-    return make_prompt_cache(model, H2OConfig(budget=budget, **settings))
+    return make_prompt_cache(model, H2OConfig(budget=budget, **settings), **how)
 
 
 def _pyramid(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
@@ -75,6 +76,11 @@ METHODS = {
     "h2o": Method(_h2o, settings=True),
     "pyramid": Method(_pyramid, settings=True),
     "adaptive": Method(_adaptive, settings=True),
+    "h2o-8bit": Method(partial(_h2o, kv_bits=8), settings=True),
+    "h2o-4bit": Method(partial(_h2o, kv_bits=4), settings=True),
+    "h2o-8bit-4bit": Method(partial(_h2o, kv_bits=(8, 4)), settings=True),
+    "h2o-kivi": Method(partial(_h2o, kv_bits=4, kv_group_size=32, kv_quantizer="kivi"), settings=True),
+    "h2o-gear": Method(partial(_h2o, kv_bits=4, kv_group_size=32, kv_quantizer="gear"), settings=True),
     "random": Method(_random, settings=True, seeded=True),
 }
 
