@@ -155,7 +155,7 @@ def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
     caches = make_prompt_cache(the_model, config, heads="adaptive" if adaptive else "equal")
     oracles = [(SharingHeads if adaptive else OracleCache)(c, scale) for c in configs]
     tokens = mx.random.randint(0, 64, (1, sum(calls)), key=mx.random.key(1))
-    compared, at, parted = 0, 0, set()
+    compared, at, parted, uneven = 0, 0, set(), False
     for n in calls:
         before = [[len(head.evicted) for head in oracle.heads] for oracle in oracles]
         chunk = tokens[:, at : at + n]
@@ -181,12 +181,13 @@ def test_it_keeps_what_the_oracle_keeps_at_every_step(name, calls, monkeypatch):
                     assert math.isclose(ours[p], recent[p].score, rel_tol=1e-3, abs_tol=1e-4)
                     assert math.isclose(totals[p], recent[p].total, rel_tol=1e-3, abs_tol=1e-4)
                 compared += 1
+        uneven = uneven or any(len({head.config.budget for head in oracle.heads}) > 1 for oracle in oracles)
         if parted:
             break
         assert mx.allclose(logits, expected, atol=1e-3)
     assert compared >= 4 * 20, f"the comparison ended at {parted} after {compared} steps of heads"
-    if adaptive and calls[0] > 3:
-        assert any(len({head.config.budget for head in oracle.heads}) > 1 for oracle in oracles)
+    # While rows go one by one, heads stay equal; where many went at once, some have not.
+    assert uneven or not adaptive or calls[0] <= 3
     for oracle, cache in zip(oracles, caches, strict=True):
         for h, head in enumerate(oracle.heads):
             gone = sum(row.total for row in head.evicted)
