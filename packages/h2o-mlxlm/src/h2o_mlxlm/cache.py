@@ -17,6 +17,7 @@ from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Count, Counts, called
 from h2o_mlxlm.masks import remember
+from h2o_mlxlm.passes import Passes
 from h2o_mlxlm.ragged import lengths_of, only, per_sequence, settled, visibility
 from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, rows_at, scored, turned, written
 from h2o_rope import Rotation, derotate, rotate
@@ -65,6 +66,7 @@ class H2OKVCache(Batch, _BaseCache):  # type: ignore[misc]
         self._call: Call | None = None  # the last one
         self._open = 0  # tokens of the open call, padding included
         self._mass: Mass | None = None
+        self.passes, self._pass = Passes(), 0
 
     # A call
 
@@ -80,7 +82,7 @@ class H2OKVCache(Batch, _BaseCache):  # type: ignore[misc]
 
         Raises:
             ValueError: Batch, heads, width or dtype differ from the calls before.
-            RuntimeError: The call before this one was never reported to ``observe``.
+            RuntimeError: The call before this one was never reported to ``observe``, or never reached other layers.
         """
         n = keys.shape[2]
         call, to_come = called(self.config, self._counts, n, self._to_come)
@@ -88,17 +90,20 @@ class H2OKVCache(Batch, _BaseCache):  # type: ignore[misc]
         if mass is None:
             self._end_call()
         check_call(self.config, call, self._slots, keys, values, self._batched)
+        number = self.passes.enter(self._pass, call.before[0].seen)
         if self.rotation is not None and any(c.rolling for c in call.before):
             places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values) if self._slots is None else self._slots
         if mass is not None:
-            self._slots, self._mass = turned(self.config, slots, mass, keys, values), None
+            slots = turned(self.config, slots, mass, keys, values)
         elif n == 1:
-            self._slots = written(slots, keys, values, call.most, self.config.budget, lengths_of(call.lengths))
+            slots = written(slots, keys, values, call.most, self.config.budget, lengths_of(call.lengths))
         else:
-            self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
-        self._call, self._open, self._to_come = call, n, to_come
+            slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
+        # All at once: an interrupt comes before it, and nothing has changed, or after it, and the call is open.
+        self._slots, self._mass, self._call, self._open, self._to_come = slots, None, call, n, to_come
+        self._pass = number
         self._count(call.after)
         shown = self.keys_and_values()
         if self.config.queries == "key":

@@ -13,6 +13,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from h2o_core import H2OConfig
 from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
 from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.passes import Passes
 from h2o_rope import Rotation, rotation_of
 
 # Models that take a row's place in the cache for its position, with any configuration.
@@ -71,10 +72,14 @@ def make_prompt_cache(model: nn.Module, config: H2OConfig, partial: bool = False
     layers = _layers_of(model, own)
     if config.positions == "auto" and config.trained_length is None:
         config = replace(config, trained_length=_trained_length(model))
-    return [
+    caches = [
         _cache_for(model, layer, config) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
+    passes = Passes(others=[c for c in own if isinstance(c, mlx_lm_cache.RotatingKVCache)])
+    for cache in [c for c in caches if isinstance(c, H2OKVCache)]:
+        cache.passes = passes
+    return caches
 
 
 def install(model: nn.Module, config: H2OConfig, partial: bool = False) -> None:
