@@ -46,20 +46,13 @@ def goes_on(model, caches):
     return mx.concatenate([model(tokens(1, 90 + i), cache=caches) for i in range(3)], axis=1)
 
 
-class Broken:
-    """In place of a part of a layer: raises, or asks for memory that no machine has."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __call__(self, x, *rest, **named):
-        if self.error is None:
-            return x + mx.zeros((1 << 46,)).sum()
-        raise self.error
-
-
 def break_in(monkeypatch, model, layer, part, error):
-    monkeypatch.setitem(model.layers[layer], part, Broken(error))
+    """Raise where this part of this layer begins."""
+
+    def broken(*_):
+        raise error
+
+    monkeypatch.setitem(model.layers[layer], part, broken)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 5])
@@ -86,6 +79,26 @@ def test_after_an_exception_in_a_layer_the_next_call_is_right_or_raises(
         with pytest.raises(RuntimeError, match=STARTED):
             goes_on(model, caches)
     assert mx.array_equal(goes_on(model, untouched), goes_on(model, warm(model, SETTINGS[setting])))
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("full", range(3))
+def test_layers_that_keep_mlx_lms_cache_are_watched_too(make_model, monkeypatch, full, layer):
+    kinds = ["sliding_attention"] * 3
+    kinds[full] = "full_attention"
+    model = make_model(num_hidden_layers=3, layer_types=kinds, sliding_window=10)
+    caches = warm(model, SETTINGS["true"])
+    assert caches[full].evictions > 0
+    with monkeypatch.context() as broken:
+        break_in(broken, model, layer, "mlp", MemoryError())
+        with pytest.raises(MemoryError):
+            model(tokens(1, 60), cache=caches)
+    if layer == 2:
+        goes_on(model, caches)  # all layers have seen the token
+        return
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=STARTED):
+            goes_on(model, caches)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -90,7 +90,7 @@ class H2OKVCache(Batch, _BaseCache):  # type: ignore[misc]
         if mass is None:
             self._end_call()
         check_call(self.config, call, self._slots, keys, values, self._batched)
-        number = self.passes.enter(self._pass, call.before[0].seen)
+        number = self.passes.enter(self._pass, call.before[0].seen, call.after[0].seen)
         if self.rotation is not None and any(c.rolling for c in call.before):
             places = per_sequence([c.place for c in call.before]) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], derotate(keys, places, self.rotation), keys)
