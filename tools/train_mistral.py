@@ -36,7 +36,7 @@ CONFIG = {
     "model_type": "mistral",
     "vocab_size": 1024,
     "hidden_size": 192,
-    "intermediate_size": 512,
+    "intermediate_size": 480,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -71,7 +71,9 @@ def text():
     for path in MEASURED:
         measured = path.read_text().strip()
         if measured not in content:
-            raise ValueError(f"{path} is not in the text, so it can't be left out: training on it would flatter its loss")
+            raise ValueError(
+                f"{path} is not in the text, so it can't be left out: training on it would flatter its loss"
+            )
         content = content.replace(measured, "")
     return content
 
@@ -172,7 +174,9 @@ def main():
     for path in MEASURED:
         measured = mx.array(tokenizer.encode(path.read_text()).ids)
         rows = measured[: 16 * (window + 1)].reshape(16, window + 1)
-        print(f"{path.relative_to(ROOT)}: loss {mean_loss(model, rows).item():.3f}, unigram {unigram_loss(measured):.3f}")
+        print(
+            f"{path.relative_to(ROOT)}: loss {mean_loss(model, rows).item():.3f}, unigram {unigram_loss(measured):.3f}"
+        )
 
 
 if __name__ == "__main__":

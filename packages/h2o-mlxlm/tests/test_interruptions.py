@@ -2,12 +2,13 @@
 
 import copy
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 
 import h2o_mlxlm
 from h2o_mlxlm import H2OConfig, make_prompt_cache
@@ -20,6 +21,7 @@ SETTINGS = {
     "rolling": H2OConfig(**SMALL, positions="rolling"),
     "held": H2OConfig(**SMALL, evict_during_prefill=False),
 }
+REFUSED = "refused"
 STARTED = "interrupted.*start from a fresh cache"
 
 
@@ -101,32 +103,32 @@ def test_layers_that_keep_mlx_lms_cache_are_watched_too(make_model, monkeypatch,
             goes_on(model, caches)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_an_interrupt_at_any_line_of_ours_leaves_nothing_wrong(model, setting):
+@pytest.mark.parametrize(("setting", "n_tokens"), [*((name, 1) for name in SETTINGS), ("true", 5)])
+def test_an_interrupt_at_any_line_of_ours_leaves_nothing_wrong(model, setting, n_tokens):
     """The caches go on as if the call had never been, or as if it had ended, or every next call raises."""
     start = warm(model, SETTINGS[setting])
-    expected = []
-    for fed in (False, True):
+    untouched, fed = copy.deepcopy(start), copy.deepcopy(start)
+    model(tokens(n_tokens, 60), cache=fed)
+    expected = [REFUSED, continued(model, untouched), continued(model, fed)]
+    outcomes = Counter()
+    for line in count():
         caches = copy.deepcopy(start)
-        if fed:
-            model(tokens(1, 60), cache=caches)
-        expected.append(goes_on(model, caches).tolist())
-    refused = whole = 0
-    for line in range(10_000):
-        caches = copy.deepcopy(start)
-        where = interrupted_at(line, lambda: model(tokens(1, 60), cache=caches))
+        where = interrupted_at(line, partial(model, tokens(n_tokens, 60), cache=caches))
         if where is None:
             break
-        try:
-            got = goes_on(model, caches).tolist()
-        except RuntimeError as error:
-            assert "start from a fresh cache" in str(error)
-            refused += 1
-        else:
-            assert got in expected, f"silently wrong after an interrupt at {where}"
-            whole += 1
-    assert refused > 100
-    assert whole > 10
+        outcome = continued(model, caches)
+        assert outcome in expected, f"silently wrong after an interrupt at {where}"
+        outcomes[outcome is REFUSED] += 1
+    assert outcomes[True] > 100
+    assert outcomes[False] > 10
+
+
+def continued(model, caches):
+    """The logits of what follows, or REFUSED."""
+    try:
+        return goes_on(model, caches).tolist()
+    except RuntimeError as error:
+        return REFUSED if "start from a fresh cache" in str(error) else error
 
 
 def interrupted_at(line, call):
