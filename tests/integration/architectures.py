@@ -64,15 +64,14 @@ LINEAR = {
     "mlp_only_layers": [], "partial_rotary_factor": 0.5,
 }  # fmt: skip
 
-MISTRAL3 = {
-    "text_config": SIZES | {
-        "model_type": "ministral3",
-        "rope_parameters": {
-            "rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16,
-        },
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
+MISTRAL3 = {"text_config": SIZES | MINISTRAL3 | {"model_type": "ministral3"}}
+GEMMA3 = {"text_config": SIZES | EVERY_SECOND | {"model_type": "gemma3_text"}}
 
 OWN_CODE = "attends with code of its own"
 SHARED_KEYS = "attends to keys of one layer in several"
@@ -114,6 +113,7 @@ ARCHITECTURES = (
                  note="with capped logits"),
     Architecture("gemma"),
     Architecture("gemma2", true_queries=False, ragged=OWN_CODE, note="caps its logits"),
+    Architecture("gemma3", GEMMA3, FULL, note="around gemma3_text"),
     Architecture("gemma3_text", EVERY_SECOND, FULL),
     Architecture("gemma3n", GEMMA3N, FULL, rolling="rotates every layer by the first one's offset",
                  ragged=SHARED_KEYS, mass=2.0,
@@ -131,6 +131,8 @@ ARCHITECTURES = (
                  note="runs each layer twice"),
     Architecture("jamba", JAMBA, ATTENTION, rolling=NO_ROPE, note="attention has no rotation"),
     Architecture("minicpm3", LATENT, rolling=TWO_PART, note="mlx_lm caches whole keys"),
+    Architecture("ministral3", MINISTRAL3 | MIXED, FULL, rolling="scales queries by their position",
+                 note="with sliding-window layers"),
     Architecture("mistral3", MISTRAL3, rolling="scales queries by their position",
                  note="around ministral3; around llama as llama"),
     Architecture("mixtral"),

@@ -220,6 +220,19 @@ def test_the_lists_name_files_of_mlx_lm(name):
     assert import_module(f"mlx_lm.models.{name}").Model
 
 
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a.name == "llama"], ids=label)
+def test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens(arch):
+    model, runs = build(arch.name, arch.args), []
+    embeddings = model.model.embed_tokens(tokens(PROMPT))
+    for prompt, given in ((tokens(PROMPT), {}), (mx.array([], mx.int32), {"input_embeddings": embeddings})):
+        made, ours = caches(model, arch, SMALL)
+        steps = generate_step(prompt, model, max_tokens=NEW, prompt_cache=made, prefill_step_size=16, **given)
+        text = [token for token, _ in steps]
+        assert all(c.evictions == PROMPT + NEW - SMALL.budget > 0 for c in ours)
+        runs.append((text, [c.kept_positions.tolist() for c in ours]))
+    assert runs[0] == runs[1]
+
+
 def test_models_of_one_file_do_not_disturb_each_other():
     plain, ours = build("llama", {}), build("llama", {"num_attention_heads": 8})
     expected = logits(plain, plain_cache(plain))

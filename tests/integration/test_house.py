@@ -44,6 +44,17 @@ COMMANDS = {
         "packages/h2o-mlxlm/tests/test_cache_prompt.py: test_the_readmes_commands"
     ),
     "uv run pytest": ".ci/run: test_all",
+    # With a folder in place of the hub's ids.
+    'H2O_TEST_MODELS="mlx-community/Llama-3.2-1B-Instruct-4bit mlx-community/Mistral-7B-Instruct-v0.3-4bit" '
+    "uv run pytest tests/integration/test_real_models.py": (
+        "tests/integration/test_real_models.py: test_models_named_in_the_environment_are_tested_too"
+    ),
+    # Their options, and a launch with -n 3 in place of the hosts, on one machine.
+    "mlx.distributed_config --hosts mac-one.local,mac-two.local --over ethernet --backend ring "
+    "--output-hostfile hosts.json": "tests/integration/test_ranks.py: test_the_readmes_options_exist",
+    "mlx.launch --hostfile hosts.json --backend ring ours.py": (
+        "tests/integration/test_ranks.py: test_three_ranks_write_what_one_writes"
+    ),
     # In a short form, on a random model.
     "uv run h2o-mlxlm eval loss --methods recency h2o --budgets 64 128 256 --context 1024 --scored 256 --windows 8 "
     "--batch 8 --out /tmp/h2o/loss": "packages/h2o-mlxlm/tests/test_evaluate.py: test_loss",

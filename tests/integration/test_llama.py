@@ -1,17 +1,16 @@
-"""The real Llama model: coherent text, the full cache's text, and loss between full and recency."""
+"""The real Llama model: coherent text. What holds for every model is in test_real_models.py."""
 
 from itertools import islice
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 import h2o_metal.kernel
 import mslemu
 from h2o_metal.kernel import launches
-from h2o_mlxlm import H2OConfig, H2OKVCache, bounded_layers, install, make_prompt_cache, pyramid, uninstall
+from h2o_mlxlm import H2OConfig, H2OKVCache, bounded_layers, make_prompt_cache, pyramid
 from h2o_rope import rerotate
 
 from .conftest import texts
@@ -91,19 +90,6 @@ def test_text_stays_coherent_far_past_the_budget(llama, way):
     assert max(variety) < 0.1 if way == "mixed" else min(variety) >= 0.5
 
 
-@pytest.mark.parametrize("config", [H2OConfig(budget=1024), H2OConfig(budget=1024, positions="rolling")], ids=str)
-def test_with_room_for_all_the_text_is_mlx_lms_own(llama, config):
-    prompt = prompts(llama.tokenizer)[0]
-    expected = [token for token, _ in generate_step(prompt, llama.model, max_tokens=200)]
-    install(llama.model, config)
-    try:
-        ours = [token for token, _ in generate_step(prompt, llama.model, max_tokens=200)]
-    finally:
-        uninstall(llama.model)
-    assert len(ours) == 200
-    assert ours == expected
-
-
 @pytest.mark.parametrize("shape", ["pyramid", "adaptive"])
 def test_text_goes_on_with_ragged_budgets(llama, shape):
     config, n_layers = H2OConfig(budget=64), bounded_layers(llama.model)
@@ -122,49 +108,6 @@ def test_text_goes_on_with_ragged_budgets(llama, shape):
     else:
         assert held == sorted(held, reverse=True)
         assert held[0][0] > 1.5 * held[-1][0]
-
-
-CONTEXT, SCORED = 1024, 128
-
-
-def windows(tokenizer):
-    rows = [tokenizer.encode(text)[: CONTEXT + SCORED + 1] for text in texts().values()]
-    assert {len(row) for row in rows} == {CONTEXT + SCORED + 1}
-    return mx.array(rows)
-
-
-def losses(llama, caches, one_by_one=True):
-    """Mean loss of the scored tokens of each text, in nats, fed one token per call."""
-    rows = windows(llama.tokenizer)
-    for start in range(0, CONTEXT, 512):
-        llama.model.model(rows[:, start : start + 512], cache=caches)  # without logits, half the work
-        mx.eval([c.state for c in caches])
-    step, lost = (1 if one_by_one else SCORED), []
-    for start in range(CONTEXT, CONTEXT + SCORED, step):
-        logits = llama.model(rows[:, start : start + step], cache=caches)
-        target = rows[:, start + 1 : start + step + 1, None]
-        lost.append(mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target, -1)[..., 0])
-        mx.eval(lost[-1])
-    return mx.concatenate(lost, axis=1).mean(axis=1)
-
-
-@pytest.fixture(scope="module")
-def full_losses(llama):
-    # Nothing is ever evicted, so one call for all scored tokens gives what one token per call does.
-    return losses(llama, plain_cache(llama.model), one_by_one=False)
-
-
-def test_loss_lies_between_the_full_cache_and_recency(llama, full_losses):
-    """The short form of ``h2o-mlxlm eval loss``, written without it."""
-    budget = 128
-    caches = make_prompt_cache(llama.model, H2OConfig(budget=budget))
-    ours = losses(llama, caches) - full_losses
-    recency = losses(llama, [RotatingKVCache(budget, keep=4) for _ in llama.model.layers]) - full_losses
-    print(f"\nloss above full, budget {budget:>3}   " + "  ".join(f"{name:>9}" for name in [*texts(), "mean"]))
-    for name, row in (("H2O", ours), ("recency", recency)):
-        print(f"{name:>28}   " + "  ".join(f"{x:9.3f}" for x in [*row.tolist(), row.mean().item()]))
-    assert all(c.evictions == CONTEXT + SCORED - budget for c in caches)
-    assert 0 < ours.mean().item() < recency.mean().item()
 
 
 def test_kernels_give_the_references_tokens(llama, monkeypatch):

@@ -333,3 +333,26 @@ def test_long_sums_do_not_stop_growing_in_float16():
     q = mx.zeros((1, 1, 3000, 4), mx.float16)
     _, mass = attend(q, k, k, 1.0, mask=mx.ones((1, 1, 3000, 1), mx.bool_))
     assert mass.total.item() == 3000.0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1], ids=["keys", "values"])
+def test_keys_and_values_that_are_not_finite_evict_no_protected_row(number, where):
+    config = H2OConfig(budget=8, n_sink=2, grace=3)
+    state, kv = init(1, 1, 9), [mx.zeros((1, 1, 9, 4)) for _ in range(2)]
+    for step in range(30):
+        q, *new = (mx.random.normal((1, 1, 1, 4), key=mx.random.key(3 * step + i)) for i in range(3))
+        if step == 10:
+            new[where] = new[where] * number
+        state, slots = admit(state, 1)
+        kv = [
+            mx.put_along_axis(x, mx.broadcast_to(slots[..., None], row.shape), row, 2)
+            for x, row in zip(kv, new, strict=True)
+        ]
+        out, state, _ = decode_step(config, state, q, *kv, 0.5)
+        kept = sorted(set(state.positions[0, 0].tolist()) - {-1})
+        assert len(kept) == min(8, step + 1)
+        assert set(range(min(2, step + 1))) | set(range(max(0, step - 2), step + 1)) <= set(kept)
+    # It has gone, and with it what it did.
+    assert mx.isfinite(out).all()
+    assert 10 not in kept

@@ -11,6 +11,7 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.books import Books
 from h2o_mlxlm.counts import Call, Count, Counts
 from h2o_mlxlm.forms import Form
+from h2o_mlxlm.passes import Passes
 from h2o_mlxlm.ragged import chosen, joined
 
 
@@ -27,6 +28,8 @@ class Batch(Books):
     _to_come: tuple[int, ...] | None
     _call: Call | None
     _free: mx.array | None
+    _pass: int  # passes begun
+    passes: Passes
 
     @abstractmethod
     def _count(self, counts: Counts) -> None:
@@ -132,6 +135,7 @@ class Batch(Books):
         # From one call to the next, but not across a change of the batch.
         self._end_call()
         self._batched, self._ranks, self._call, self._free = True, None, None, None
+        self.passes = Passes(self._pass)
         self._count(tuple(counts))
 
     def _join(self, caches: Sequence[Self]) -> None:

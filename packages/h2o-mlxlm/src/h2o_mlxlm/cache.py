@@ -3,7 +3,7 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, attention is attention.py's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from h2o_mlxlm.counts import Count
 from h2o_mlxlm.forms import Pair, Stored, forms
 from h2o_mlxlm.ledger import Ledger
 from h2o_mlxlm.masks import remember
+from h2o_mlxlm.passes import Passes
 from h2o_mlxlm.ragged import visibility
 from h2o_mlxlm.rewind import Rewind
 from h2o_mlxlm.snapshot import Snapshot, snapshot_of, state_of
@@ -142,11 +143,15 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         )
 
 
-def share(caches: Iterable[H2OKVCache]) -> None:
-    """Let the caches of one model's layers keep their scores in one go; see ``Ledger``."""
-    ledger = Ledger()
+def share(caches: Sequence[Any]) -> None:
+    """Let those of one model's caches that are ours keep their scores in one go, and notice a pass that does not end.
+
+    See ``Ledger`` and ``Passes``.
+    """
+    ledger, passes = Ledger(), Passes(others=[c for c in caches if isinstance(c, mlx_lm_cache.RotatingKVCache)])
     for layer, cache in enumerate(caches):
-        cache.ledger, cache.layer = ledger, layer
+        if isinstance(cache, H2OKVCache):
+            cache.ledger, cache.layer, cache.passes = ledger, layer, passes
 
 
 # mlx_lm's load_prompt_cache finds classes by name in its own module.

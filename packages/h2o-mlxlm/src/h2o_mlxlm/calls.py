@@ -15,6 +15,7 @@ from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, Part, called
 from h2o_mlxlm.forms import RowForm
 from h2o_mlxlm.ledger import Ledger, Step
+from h2o_mlxlm.passes import Passes
 from h2o_mlxlm.ragged import lengths_of, per_sequence, settled, visibility
 from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, scored, written
 from h2o_mlxlm.stores import only, rows_at
@@ -49,6 +50,10 @@ class Calls(Batch):
         self._whole = False  # the open call is shown every slot, for ``step``
         self._free = None  # an empty slot of each head, if ``step`` has left one
         self._mass: Mass | None = None
+        self.passes, self._pass = Passes(), 0  # until caches of one model come to share them
+
+    def _entered(self, call: Call) -> int:
+        return self.passes.enter(self._pass, call.before[0].seen, call.after[0].seen)
 
     @abstractmethod
     def _remember(self, before: Slots, slot: mx.array, counts: Counts) -> None:
@@ -67,7 +72,7 @@ class Calls(Batch):
 
         Raises:
             ValueError: Batch, heads, width or dtype differ from the calls before, or groups don't divide a row.
-            RuntimeError: The call before this one was never reported to ``observe``.
+            RuntimeError: The call before this one was never reported to ``observe``, or never reached other layers.
         """
         n = keys.shape[2]
         call, to_come = called(self.config, self._counts, n, self._to_come, part)
@@ -75,21 +80,26 @@ class Calls(Batch):
         if mass is None:
             self._end_call()
         check_call(self.config, call, self._slots, keys, values, self._batched)
+        number = self._entered(call) if part is None else self._pass
         if self.rotation is not None and any(c.rolling for c in call.before):
             first = [c.place + ahead for c, ahead in zip(call.before, call.ahead, strict=True)]
             places = per_sequence(first) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
         slots = none_yet(keys, values, self.forms) if self._slots is None else self._slots
+        before, where = slots, None
         if mass is not None:
             state, where = self.ledger.turn(self.layer, Step(self.config, slots.state, mass.total))
-            self._slots, self._mass = replaced(slots, state, where, keys, values), None
+            slots = replaced(slots, state, where, keys, values)
         elif n == 1:
             lengths = lengths_of(call.lengths)
-            self._slots, where = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
-            self._remember(slots, where, call.before)
+            slots, where = written(slots, keys, values, call.most, self.config.budget, lengths, self._free)
         else:
-            self._slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
-        self._call, self._open, self._to_come, self._free = call, n, to_come, None
+            slots = appended(slots, keys, values, call.most, lengths_of(call.lengths))
+        # All at once: an interrupt comes before it, and nothing has changed, or after it, and the call is open.
+        self._slots, self._mass, self._call, self._open, self._to_come, self._free = slots, None, call, n, to_come, None
+        self._pass = number
+        if where is not None:
+            self._remember(before, where, call.before)
         self._whole = self._steps(call)
         self._count(call.after)
         shown = self.keys_and_values()

@@ -103,7 +103,7 @@ def make_prompt_cache(
         _cache_for(model, layer, next(given), chosen, heads, storage) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
-    share(c for c in caches if isinstance(c, H2OKVCache))
+    share(caches)
     return caches
 
 

@@ -171,7 +171,7 @@ def _caches_of(
     states = tree_unflatten(list(leaves.items()))
     made = [_filled(c, state) for c, state in zip(fresh, states, strict=True)]
     _check_layers(made, fresh)
-    share(c for c in made if isinstance(c, H2OKVCache))
+    share(made)
     return made
 
 

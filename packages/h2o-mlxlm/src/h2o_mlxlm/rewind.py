@@ -73,7 +73,8 @@ class Rewind(Calls):
         self._end_call()
         call, _ = called(self.config, self._counts, keys.shape[2])
         check_call(self.config, call, self._slots, keys, values, self._batched)
-        self._waiting = keys, values
+        number = self._entered(call)
+        self._waiting, self._pass = (keys, values), number
         return keys, values
 
     def parts(

@@ -1,0 +1,157 @@
+"""What holds for every real model: the full cache's text, loss between full and recency, embeddings, threads."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as plain_cache
+
+from h2o_mlxlm import H2OConfig, install, make_prompt_cache, uninstall
+
+from .conftest import MISTRAL, texts
+
+QUESTION = "Explain photosynthesis, step by step, and where each step occurs in the cell."
+UNIGRAM = 5.55  # loss on scripture.txt of the best guess that looks at nothing, in the small model's tokens
+VERSE = "And it came to pass after these things, that the king of Israel spake unto the people of the land, saying,"
+
+
+def prompt_of(model):
+    """A question for a model that answers; the small one goes on with a verse."""
+    message = {"role": "user", "content": VERSE if model.name == "mistral" else QUESTION}
+    return mx.array(model.tokenizer.apply_chat_template([message], add_generation_prompt=True))
+
+
+def generated(model, prompt, n, **settings):
+    return [token for token, _ in generate_step(prompt, model.model, max_tokens=n, **settings)]
+
+
+@pytest.mark.parametrize("config", [H2OConfig(budget=1024), H2OConfig(budget=1024, positions="rolling")], ids=str)
+def test_with_room_for_all_the_text_is_mlx_lms_own(model, config):
+    prompt = prompt_of(model)
+    expected = generated(model, prompt, 200)
+    install(model.model, config)
+    try:
+        ours = generated(model, prompt, 200)
+    finally:
+        uninstall(model.model)
+    assert len(ours) == 200
+    assert ours == expected
+
+
+def sizes(model):
+    """Tokens of context, scored tokens and budget, by what the model was trained for."""
+    context = min(1024, model.model.args.max_position_embeddings // 2)
+    return context, context // 8, context // 8
+
+
+def windows(model):
+    """The beginning of each text, and 24 places in the one kind that the small model knows: [rows, tokens]."""
+    length = sum(sizes(model)[:2]) + 1
+    if model.name == "mistral":
+        tokens = model.tokenizer.encode(texts()["scripture"])
+        return mx.array(tokens[: 24 * length]).reshape(24, length)
+    rows = [model.tokenizer.encode(text)[:length] for text in texts().values()]
+    assert {len(row) for row in rows} == {length}
+    return mx.array(rows)
+
+
+def losses(model, caches, one_by_one=True):
+    """Mean loss of the scored tokens of each text, in nats, fed one token per call."""
+    rows, (context, scored, _) = windows(model), sizes(model)
+    for start in range(0, context, 512):
+        model.model.model(rows[:, start : min(start + 512, context)], cache=caches)  # without logits, half the work
+        mx.eval([c.state for c in caches])
+    step, lost = (1 if one_by_one else scored), []
+    for start in range(context, context + scored, step):
+        logits = model.model(rows[:, start : start + step], cache=caches)
+        target = rows[:, start + 1 : start + step + 1, None]
+        lost.append(mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target, -1)[..., 0])
+        mx.eval(lost[-1])
+    return mx.concatenate(lost, axis=1).mean(axis=1)
+
+
+def test_loss_lies_between_the_full_cache_and_recency_where_context_matters(model):
+    """The short form of ``h2o-mlxlm eval loss``, written without it."""
+    context, scored, budget = sizes(model)
+    # Nothing is ever evicted, so one call for all scored tokens gives what one token per call does.
+    full = losses(model, plain_cache(model.model), one_by_one=False)
+    caches = make_prompt_cache(model.model, H2OConfig(budget=budget))
+    ours = losses(model, caches) - full
+    recency = losses(model, [RotatingKVCache(budget, keep=4) for _ in model.model.layers]) - full
+    print(f"\n{model.name}: full {full.mean().item():.3f}; loss above full at a budget of {budget}, each row and mean")
+    for name, row in (("H2O", ours), ("recency", recency)):
+        print(f"{name:>9} " + " ".join(f"{x:.3f}" for x in [*row.tolist(), row.mean().item()]))
+    assert all(c.evictions == context + scored - budget for c in caches)
+    if model.name == "mistral":
+        # So small a model looks at little but its last words: recency costs it nothing (0.00), H2O a little (0.08).
+        assert abs(recency.mean().item()) < 0.05
+        assert 0 < ours.mean().item() < 0.15
+        assert full.mean().item() < UNIGRAM - 1
+    else:
+        assert 0 < ours.mean().item() < recency.mean().item()
+
+
+def test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens(model):
+    prompt, config = prompt_of(model), H2OConfig(budget=24, n_sink=2, grace=6)
+    embeddings = model.model.model.embed_tokens(prompt)
+    runs = []
+    for tokens, given in ((prompt, {}), (mx.array([], mx.int32), {"input_embeddings": embeddings})):
+        caches = make_prompt_cache(model.model, config)
+        text = generated(model, tokens, 12, prompt_cache=caches, prefill_step_size=16, **given)
+        assert all(c.evictions == len(prompt) + 12 - 24 > 0 for c in caches)
+        runs.append((text, [c.kept_positions.tolist() for c in caches]))
+    assert runs[0] == runs[1]
+
+
+def test_two_threads_do_not_mix(model):
+    prompt = prompt_of(model)
+
+    def run(start):
+        caches = make_prompt_cache(model.model, H2OConfig(budget=16, n_sink=2, grace=4))
+        text = generated(model, prompt[start:], 10, prompt_cache=caches)
+        assert caches[0].evictions > 0
+        return text, [c.kept_positions.tolist() for c in caches]
+
+    expected = [run(0), run(5)]
+    assert expected[0] != expected[1]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, (0, 5))) == expected
+
+
+def test_the_small_model_writes_like_its_book(mistral):
+    """Sampled, far past the budget: greedy, so small a model repeats itself with any cache."""
+    caches = make_prompt_cache(mistral.model, H2OConfig(budget=48))
+    mx.random.seed(0)
+    tokens = mx.repeat(prompt_of(mistral)[None], 8, axis=0)
+    written = []
+    for _ in range(160):
+        tokens = mx.random.categorical(mistral.model(tokens, cache=caches)[:, -1] / 0.8)[:, None]
+        written.append(tokens)
+    rows = mx.concatenate(written, axis=1).tolist()
+    assert all(c.tokens_kept == 48 and c.evictions > 100 for c in caches)
+    known = set(re.findall(r"[A-Za-z]+", texts()["scripture"]))
+    # The first and the last word may be cut.
+    words = [word for row in rows for word in re.findall(r"[A-Za-z]+", mistral.tokenizer.decode(row))[1:-1]]
+    print(mistral.tokenizer.decode(rows[0]))
+    share = sum(word in known for word in words) / len(words)
+    print(f"{share:.2f} of {len(words)} words are in Genesis, {len(set(words))} different ones")
+    assert share > 0.7
+    assert len(set(words)) > 100
+
+
+def test_models_named_in_the_environment_are_tested_too(tmp_path):
+    other = shutil.copytree(MISTRAL, tmp_path / "other")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-rA", __file__]
+    command += ["-k", "embeddings and other"]
+    environment = os.environ | {"H2O_TEST_MODELS": str(other)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    test = test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens.__name__
+    assert f"PASSED tests/integration/test_real_models.py::{test}[{other}]" in done.stdout
