@@ -98,20 +98,23 @@ def label_ends(axes, ends, colours, gap=11):
         axes: Of linear scale and final limits.
         ends: name to y.
         colours: name to colour.
-        gap: Points between two names at least.
+        gap: Points that a line of text takes at least.
     """
     low, high = axes.get_ylim()
     height = axes.get_window_extent().height * 72 / axes.figure.dpi
     names = sorted(ends, key=ends.get)
+    texts = [name.replace(" ", "\n", 1) if len(name) > 22 else name for name in names]
+    lines = [text.count("\n") + 1 for text in texts]
     places = [(ends[name] - low) / (high - low) * height for name in names]
     for _ in range(200):
         for i in range(len(places) - 1):
-            short = max(0.0, gap - (places[i + 1] - places[i])) / 2
+            apart = gap * (lines[i] + lines[i + 1]) / 2
+            short = max(0.0, apart - (places[i + 1] - places[i])) / 2
             places[i], places[i + 1] = places[i] - short, places[i + 1] + short
-    for name, place in zip(names, places, strict=True):
+    for name, text, place in zip(names, texts, places, strict=True):
         at = (1.0, place / height)
         axes.annotate(
-            name.replace(" ", "\n", 1) if len(name) > 22 else name,
+            text,
             at,
             xycoords="axes fraction",
             xytext=(5, 0),
