@@ -229,10 +229,13 @@ def check_adaptive(config: H2OConfig) -> None:
     Raises:
         ValueError: There is one.
     """
+    default = H2OConfig()
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in SUPPORTED and value != field.default:
+        works, value = (getattr(c, field.name) for c in (default, config))
+        if field.name not in SUPPORTED and value != works:
+            if field.name == "scorer":
+                works, value = works.name, dict(asdict(value))
             raise ValueError(
-                f'heads="adaptive" works with {field.name}={field.default!r} alone, got {value!r}: leave it out, or '
+                f'heads="adaptive" works with {field.name}={works!r} alone, got {value!r}: leave it out, or '
                 'use heads="equal"'
             )

@@ -3,7 +3,7 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, attention is attention.py's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from h2o_core import H2OConfig
+from h2o_core.evidence import check_inputs
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.ledger import Ledger
@@ -31,10 +32,11 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         scale: The model's factor on its logits. Needed for ``queries="key"`` alone; None is D^-0.5.
         rotation: The model's rotary embedding. Needed for ``positions="rolling"`` and ``"auto"`` alone.
         backend: Who does the arithmetic, or its name; see ``backend_of``.
+        inputs: What the scorer needs of the caller, by name; see ``h2o_mlxlm.inputs``. A saved cache has none.
 
     Raises:
         ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
-            ``trained_length``; a back end that can't run here.
+            ``trained_length``; a back end that can't run here; an input is missing or not known.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         scale: float | None = None,
         rotation: Rotation | None = None,
         backend: Backend | str = "auto",
+        inputs: Mapping[str, mx.array] | None = None,
     ) -> None:
         if config.positions != "original" and rotation is None:
             raise ValueError(
@@ -54,7 +57,11 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
                 'positions="auto" needs trained_length, got None: make the cache with '
                 "make_prompt_cache(model, config), which asks the model, or set it"
             )
+        check_inputs(config.scorer, inputs)
         self.config = config
+        self.inputs = dict(inputs or {})
+        self.plain = config.scorer.plain
+        self.attended = config.queries == "true" and config.scorer.by_attention
         self.scale = scale
         self.backend = backend_of(backend) if isinstance(backend, str) else backend
         self.ledger, self.layer = Ledger(), 0  # until caches of one model come to share one
@@ -111,8 +118,9 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
         made = snapshot_of(value)
-        # One that was made for a model keeps its back end; mlx_lm's ``from_state`` makes one of nothing.
-        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, getattr(self, "backend", "auto"))
+        # One that was made for a model keeps its back end and inputs; mlx_lm's ``from_state`` makes one of nothing.
+        about = getattr(self, "backend", "auto"), getattr(self, "inputs", None)
+        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, *about)
         self._slots, self._batched, self._to_come = made.slots, made.batched, made.to_come
         self._count(made.counts)
 

@@ -1,12 +1,34 @@
-"""What a call to a cache must not contradict, said once, at the door."""
+"""What a call to a cache, or what a caller gives it, must not contradict, said once, at the door."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from h2o_core import H2OConfig
+from h2o_core.evidence import check_inputs
 from h2o_mlxlm.counts import Call, outgrown
 from h2o_mlxlm.slots import Slots
+
+Inputs = Sequence[Mapping[str, mx.array]]
+"""For each layer with an H2O cache, lowest first, what its scorer needs of the caller; see ``h2o_mlxlm.inputs``."""
+
+
+def given_inputs(configs: Sequence[H2OConfig], inputs: Inputs | None) -> list[Mapping[str, mx.array]]:
+    """Read what the user gave as inputs for each layer.
+
+    Raises:
+        ValueError: There are more or fewer than layers, or one is missing or not known.
+    """
+    each = [{}] * len(configs) if inputs is None else list(inputs)
+    if len(each) != len(configs):
+        raise ValueError(
+            f"inputs has one dict for each layer with an H2O cache, of which this model has {len(configs)}, got "
+            f"{len(each)}: h2o_mlxlm.inputs makes such a list"
+        )
+    for config, given in zip(configs, each, strict=True):
+        check_inputs(config.scorer, given)
+    return each
 
 
 def check_call(

@@ -1,22 +1,22 @@
 """Bounded caches for a loaded model: composes core, rope, the cache and the attention hook."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal, get_args
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base, mla
 from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import mla
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import AdaptiveH2OKVCache, check_adaptive
-from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
+from h2o_mlxlm.attention import place_hook
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.budgets import for_layers
 from h2o_mlxlm.cache import H2OKVCache, share
+from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.layers import families, layers_of, name_of, rotation_for, scale_of, trained_length
 from h2o_mlxlm.speculative import place_check
 
@@ -49,6 +49,7 @@ def make_prompt_cache(
     partial: bool = False,
     backend: str = "auto",
     heads: Heads = "equal",
+    inputs: Inputs | None = None,
 ) -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
@@ -64,6 +65,8 @@ def make_prompt_cache(
         backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
         heads: ``"equal"``: each head keeps ``budget`` tokens. ``"adaptive"``: so many on average, more in heads that
             look at more; see ``AdaptiveH2OKVCache``, which the layers then get.
+        inputs: What the scorer needs of the caller, one dict of arrays for each layer that gets an H2O cache; see
+            ``h2o_mlxlm.inputs``. None for a scorer that needs nothing.
 
     Returns:
         The list that ``prompt_cache=`` takes.
@@ -79,19 +82,15 @@ def make_prompt_cache(
     _check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
     _check_heads(heads, configs)
-    hooked = _place_hook(model)
-    if not hooked and configs[0].queries == "true":
-        raise ValueError(
-            f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
-            'attention: use H2OConfig(queries="key")'
-        )
+    hooked = place_hook(model)
+    _check_scorer(model, configs[0], own, hooked)
     if heads == "adaptive" or len({c.budget for c in configs}) > 1:
         _check_ragged(model, own, hooked)
     positions, rewind = configs[0].positions, configs[0].rewind
     if positions != "original":
         _check_moving(model, positions)
     if rewind:
-        _check_rewind(model, rewind, own, ours)
+        _check_rewind(model, rewind, own, ours, hooked)
     place_check()
     layers = layers_of(model, own)
     if positions == "auto" and configs[0].trained_length is None:
@@ -99,9 +98,9 @@ def make_prompt_cache(
     if len(own) < len(model.layers):
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
-    given = iter(configs)
+    given = zip(configs, given_inputs(configs, inputs), strict=True)
     caches = [
-        _cache_for(model, layer, next(given), chosen, heads) if mine else other
+        _cache_for(model, layer, *next(given), chosen, heads) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(c for c in caches if isinstance(c, H2OKVCache))
@@ -119,6 +118,7 @@ def install(
     partial: bool = False,
     backend: str = "auto",
     heads: Heads = "equal",
+    inputs: Inputs | None = None,
 ) -> None:
     """Make every generation, chat and server request on this model use fresh H2O caches.
 
@@ -131,13 +131,14 @@ def install(
         backend: See ``make_prompt_cache``.
         heads: See ``make_prompt_cache``. With ``"adaptive"`` mlx_lm's server runs requests one by one, and
             ``batch_generate`` refuses.
+        inputs: See ``make_prompt_cache``. Every generation gets the same.
 
     Raises:
         ValueError: See ``make_prompt_cache``; raised here, not at the first token.
     """
-    make_prompt_cache(model, config, partial, backend, heads)
+    make = functools.partial(make_prompt_cache, model, config, partial, backend, heads, inputs)
+    make()
     uninstall(model)
-    make = functools.partial(make_prompt_cache, model, config, partial, backend, heads)
     model.make_cache = _MakeCache(make, vars(model).get("make_cache"))
 
 
@@ -211,8 +212,29 @@ def _check_heads(heads: str, configs: list[H2OConfig]) -> None:
             check_adaptive(config)
 
 
-def _check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool]) -> None:
+def _check_scorer(model: nn.Module, config: H2OConfig, own: list[Any], hooked: bool) -> None:
+    """Refuse models whose attention a scorer would not see, or would see twice in one call."""
+    scorer = config.scorer
+    if not hooked and config.queries == "true" and scorer.by_attention:
+        also = "" if scorer.plain else ", or a scorer that looks at no attention, such as 'streaming_llm'"
+        raise ValueError(
+            f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
+            f'attention: use H2OConfig(queries="key"){also}'
+        )
+    if not scorer.plain and len(own) < len(model.layers):
+        raise ValueError(
+            f"scorer {scorer.name!r} takes one attention a call, but {name_of(model)} attends to keys of one layer in "
+            "several: use scorer='h2o' with this model"
+        )
+
+
+def _check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool], hooked: bool) -> None:
     """Refuse models of which some layer could not take a token back, or not the same one as the others."""
+    if not hooked:
+        raise ValueError(
+            f"rewind={rewind} hands a layer's call over in parts, but the layers of {name_of(model)} attend with code "
+            "of their own: use rewind=0 with this model"
+        )
     if len(own) != len(model.layers):
         raise ValueError(
             f"rewind={rewind} needs a cache for each layer, but {name_of(model)} has {len(own)} caches for "
@@ -238,12 +260,17 @@ def _check_ragged(model: nn.Module, own: list[Any], hooked: bool) -> None:
 
 
 def _cache_for(
-    model: nn.Module, layer: nn.Module | None, config: H2OConfig, backend: Backend, heads: Heads
+    model: nn.Module,
+    layer: nn.Module | None,
+    config: H2OConfig,
+    inputs: Mapping[str, mx.array],
+    backend: Backend,
+    heads: Heads,
 ) -> H2OKVCache | AdaptiveH2OKVCache:
     if heads == "adaptive":
         return AdaptiveH2OKVCache(config, backend)
     rotation = None if config.positions == "original" else rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, scale_of(layer), rotation, backend)
+    return H2OKVCache(config, scale_of(layer), rotation, backend, inputs)
 
 
 def _check_moving(model: nn.Module, positions: str) -> None:
@@ -258,28 +285,3 @@ def _check_moving(model: nn.Module, positions: str) -> None:
             f'positions="{positions}" can\'t be used with {name_of(model)}, which has several positions a token '
             '(M-RoPE): use positions="original"'
         )
-
-
-def _place_hook(model: nn.Module) -> bool:
-    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it.
-
-    Returns:
-        Whether all of the model's attention goes through it.
-    """
-    placed = False
-    for module in _source_modules(model):
-        for name, value in list(vars(module).items()):
-            if value is plain_attention:
-                setattr(module, name, scaled_dot_product_attention)
-            placed = placed or value is plain_attention or value is scaled_dot_product_attention
-    # Gear's file has mlx_lm's attention too, but capped logits go through another.
-    capped = any(getattr(m, "attn_logit_softcapping", None) for _, m in model.named_modules())
-    return placed and not capped
-
-
-def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
-    """The Python modules that define the classes of the model's modules, mlx's own left out."""
-    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
-    for name in sorted(names - {base.__name__}):
-        if not name.startswith("mlx.") and name in sys.modules:
-            yield sys.modules[name]

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.cache import H2OKVCache, share
+from h2o_mlxlm.checks import Inputs
 from h2o_mlxlm.identity import model_identity
 from h2o_mlxlm.integration import make_prompt_cache
 from h2o_mlxlm.safetensors_file import read_arrays, write_arrays
@@ -57,7 +58,8 @@ def save_prompt_cache(
     classes = [type(c).__name__ for c in cache]
     leaves = dict(tree_flatten([c.state for c in cache]))
     # What could not be loaded is not saved.
-    _caches_of(model, config, classes, leaves, "auto")
+    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)]
+    _caches_of(model, config, classes, leaves, "auto", inputs)
     arrays = {name: x for name, x in leaves.items() if isinstance(x, mx.array)}
     about = {
         "format": FORMAT,
@@ -71,7 +73,11 @@ def save_prompt_cache(
 
 
 def load_prompt_cache(
-    file_name: str | Path, model: nn.Module, return_metadata: bool = False, backend: str = "auto"
+    file_name: str | Path,
+    model: nn.Module,
+    return_metadata: bool = False,
+    backend: str = "auto",
+    inputs: Inputs | None = None,
 ) -> Any:
     """Load the caches that ``save_prompt_cache`` saved, for the same model.
 
@@ -82,6 +88,7 @@ def load_prompt_cache(
         model: The model that filled the caches, or an equal one.
         return_metadata: Whether to return the metadata as well.
         backend: See ``make_prompt_cache``.
+        inputs: See ``make_prompt_cache``: what the caches were made with, which no file holds.
 
     Returns:
         The list that ``prompt_cache=`` takes; with ``return_metadata`` also the metadata, a dict of texts.
@@ -91,13 +98,13 @@ def load_prompt_cache(
         ValueError: It is no saved prompt cache, it is damaged, or it belongs to another model.
     """
     try:
-        cache, metadata = _loaded(Path(file_name), model, backend)
+        cache, metadata = _loaded(Path(file_name), model, backend, inputs)
     except ValueError as error:
         raise ValueError(f"{file_name} is no prompt cache of this model: {error}") from error
     return (cache, metadata) if return_metadata else cache
 
 
-def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict[str, str]]:
+def _loaded(path: Path, model: nn.Module, backend: str, inputs: Inputs | None) -> tuple[list[Any], dict[str, str]]:
     arrays, texts = read_arrays(path)
     if list(texts) != [NAME]:
         _refuse(
@@ -110,7 +117,7 @@ def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
         _refuse("its metadata or scalars are not what is saved")
     config, leaves = config_of(about["config"]), scalars | arrays
-    return _caches_of(model, config, about["classes"], leaves, backend), metadata
+    return _caches_of(model, config, about["classes"], leaves, backend, inputs), metadata
 
 
 def _config_of_all(cache: Sequence[Any]) -> H2OConfig:
@@ -129,7 +136,14 @@ def _check_kinds(cache: Sequence[Any]) -> None:
         )
 
 
-def _caches_of(model: nn.Module, config: H2OConfig, classes: Any, leaves: Mapping[str, Any], backend: str) -> list[Any]:
+def _caches_of(
+    model: nn.Module,
+    config: H2OConfig,
+    classes: Any,
+    leaves: Mapping[str, Any],
+    backend: str,
+    inputs: Inputs | None,
+) -> list[Any]:
     """Make this model's caches from the leaves of their states.
 
     Args:
@@ -138,11 +152,12 @@ def _caches_of(model: nn.Module, config: H2OConfig, classes: Any, leaves: Mappin
         classes: Names of the caches' classes.
         leaves: Arrays, whole numbers, texts and None by their names in the flat list of states.
         backend: Whose functions they use.
+        inputs: Of the scorer.
 
     Raises:
         ValueError: They are not the states that this model's caches can have.
     """
-    fresh, probe = (make_prompt_cache(model, config, partial=True, backend=backend) for _ in range(2))
+    fresh, probe = (make_prompt_cache(model, config, partial=True, backend=backend, inputs=inputs) for _ in range(2))
     _check_kinds(fresh)
     if classes != [type(c).__name__ for c in fresh]:
         _refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")

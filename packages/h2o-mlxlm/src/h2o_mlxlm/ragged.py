@@ -107,4 +107,5 @@ def lengths_of(numbers: Sequence[int] | None) -> mx.array | None:
 def _none(like: Slots, batch: int) -> Slots:
     """Slots, none so far, of sequences that have seen nothing."""
     keys, values = (mx.zeros((batch, x.shape[1], 0, x.shape[3]), x.dtype) for x in like[:2])
-    return Slots(keys, values, init(*keys.shape[:2]))
+    extras = tuple(mx.zeros((batch, x.shape[1], 0, *x.shape[3:]), mx.float32) for x in like.state.extras)
+    return Slots(keys, values, init(*keys.shape[:2])._replace(extras=extras))

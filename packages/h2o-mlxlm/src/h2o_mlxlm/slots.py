@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
+from h2o_core.scorer import Scorer
 from h2o_mlxlm.backend import Backend
 
 STEP = 256
@@ -35,9 +36,9 @@ class Row(NamedTuple):
     values: mx.array  # [B, H, 1, Dv]
 
 
-def none_yet(keys: mx.array, values: mx.array) -> Slots:
-    """Make slots, none so far, for rows like these."""
-    return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2]))
+def none_yet(keys: mx.array, values: mx.array, scorer: Scorer) -> Slots:
+    """Make slots, none so far, for rows like these, with what the scorer keeps."""
+    return Slots(keys[:, :, :0], values[:, :, :0], init(*keys.shape[:2], scorer=scorer))
 
 
 def capacity(slots: Slots) -> int:
@@ -151,9 +152,12 @@ def scored(
     else:
         state = observe(config, slots.state, mass, n_tokens, lengths)
     slots = slots._replace(state=state)
-    if not over:
-        return slots
-    if frees_one:
+    return bounded(config, backend, slots) if over else slots
+
+
+def bounded(config: H2OConfig, backend: Backend, slots: Slots) -> Slots:
+    """Let the lowest go of heads that hold more than ``budget``, which leaves budget + 1 slots, one of them empty."""
+    if capacity(slots) == config.budget + 1:
         return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
     return evicted(config, backend, slots)
 

@@ -39,7 +39,10 @@ ARRAYS: dict[str, tuple[tuple[mx.Dtype, ...], str]] = {
     "positions": ((mx.int32,), "BHC"),
     "seen": ((mx.int32,), "B"),
 }
-"""Every array of a cache that has seen something: dtypes, and axes, of which equal letters have equal lengths."""
+"""Every array of a cache that has seen something: dtypes, and axes, of which equal letters have equal lengths.
+
+What its scorer keeps beside the scores is ``extras.0`` and so on, float32, of the axes B H C and the scorer's own.
+"""
 
 
 class Snapshot(NamedTuple):
@@ -184,13 +187,17 @@ def _slots(config: H2OConfig, counts: Counts, arrays: Mapping[str, Any], batched
         if any(c.seen for c in counts):
             _refuse(f"tokens were seen, but there are no rows: {counts}")
         return None
-    if sorted(arrays) != sorted(ARRAYS):
-        _refuse(f"its arrays must be {', '.join(sorted(ARRAYS))}, got {', '.join(sorted(arrays))}")
+    shapes = config.scorer.extras
+    extras = [f"extras.{i}" for i in range(len(shapes))]
+    if sorted(arrays) != sorted([*ARRAYS, *extras]):
+        _refuse(f"its arrays must be {', '.join(sorted([*ARRAYS, *extras]))}, got {', '.join(sorted(arrays))}")
     n = _check_axes(arrays)
+    for name, more in zip(extras, shapes, strict=True):
+        _check_extra(name, arrays[name], (n["B"], n["H"], n["C"], *more))
     if batched and n["B"] != len(counts):
         _refuse(f"there are {n['B']} sequences and {len(counts)} counts")
-    rest = {name: x for name, x in arrays.items() if name not in ("keys", "values")}
-    slots = Slots(arrays["keys"], arrays["values"], H2OState(**rest))
+    rest = {name: arrays[name] for name in ("scores", "totals", "positions", "seen")}
+    slots = Slots(arrays["keys"], arrays["values"], H2OState(**rest, extras=tuple(arrays[name] for name in extras)))
     _check_rows(config, slots, counts if batched else counts * n["B"])
     return slots
 
@@ -203,13 +210,24 @@ def _check_axes(arrays: Mapping[str, Any]) -> dict[str, int]:
         if not isinstance(x, mx.array) or x.dtype not in dtypes or x.ndim != len(axes):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
             _refuse(f"{name} must be {' or '.join(map(str, dtypes))} [{', '.join(axes)}], got {got}")
-        # mlx counts bytes up to 2^64 and goes on at 0, and its reader lets a file have less than it says.
-        if x.nbytes != math.prod(x.shape) * x.itemsize:
-            _refuse(f"{name} can't have the shape {list(x.shape)}")
+        _check_bytes(name, x)
         for axis, length in zip(axes, x.shape, strict=True):
             if lengths.setdefault(axis, length) != length or (length == 0 and axis != "C"):
                 _refuse(f"{name} has {length} along {axis}, and {lengths[axis]} are expected")
     return lengths
+
+
+def _check_extra(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(x, mx.array) or x.dtype != mx.float32 or x.shape != shape:
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
+        _refuse(f"{name} must be {mx.float32} {list(shape)}, got {got}")
+    _check_bytes(name, x)
+
+
+def _check_bytes(name: str, x: mx.array) -> None:
+    # mlx counts bytes up to 2^64 and goes on at 0, and its reader lets a file have less than it says.
+    if x.nbytes != math.prod(x.shape) * x.itemsize:
+        _refuse(f"{name} can't have the shape {list(x.shape)}")
 
 
 def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
@@ -225,7 +243,8 @@ def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
     first = mx.arange(width) < kept
     safe = held & ((positions < config.n_sink) | (positions >= seen - config.grace))
     in_order = mx.sort(positions, axis=-1) if width else positions
-    empty = mx.where(held, 0, mx.abs(state.scores) + mx.abs(state.totals))
+    kept_beside = [x.flatten(3).any(axis=-1) if x.ndim > 3 else x != 0 for x in state.extras]
+    marked = sum(kept_beside, (state.scores != 0) | (state.totals != 0))
     laws = {
         "positions are -1 or below the tokens seen": (positions >= -1) & (positions < seen),
         "a head holds a position once": (in_order[..., 1:] != in_order[..., :-1]) | (in_order[..., 1:] < 0),
@@ -234,8 +253,8 @@ def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
         | ((kept == config.budget) & (width == config.budget + 1)),
         "sinks and the newest rows are held": safe.sum(axis=-1, keepdims=True)
         == mx.minimum(seen, config.n_sink + config.grace),
-        "scores and totals are not negative": ~((state.scores < 0) | (state.totals < 0)),
-        "an empty slot has no score": empty == 0,
+        "scores and totals are not negative": ~((state.scores < 0) & config.scorer.sums | (state.totals < 0)),
+        "an empty slot has no score": held | ~marked,
         "an empty slot is finite": _finite(slots.keys, held) & _finite(slots.values, held),
     }
     hold = mx.stack([holds.all() for holds in laws.values()]).tolist()
