@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend as mlx_lm does; report the mass, or what else its scorer needs, to a cache of ours with ``queries="true"``.
+    """Attend as mlx_lm does; report to a cache of ours with ``queries="true"`` the mass, or what its scorer needs.
 
     A cache with ``queries="key"``, or a scorer that looks at no attention, has seen what it needs already, with or
     without this function.

@@ -60,6 +60,7 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         check_inputs(config.scorer, inputs)
         self.config = config
         self.inputs = dict(inputs or {})
+        mx.eval(self.inputs)  # used by every generation, maybe on other threads
         self.plain = config.scorer.plain
         self.attended = config.queries == "true" and config.scorer.by_attention
         self.scale = scale
