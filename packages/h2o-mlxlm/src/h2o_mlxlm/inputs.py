@@ -35,7 +35,7 @@ def query_filters(model: nn.Module, tokens: Sequence[int]) -> Given:
     Raises:
         ValueError: There is no token, or a layer's attention can't be recorded.
     """
-    return [{"filters": filters_from(_queries(r), r.heads or 1)} for r in _recorded(model, tokens)]
+    return [{"filters": filters_from(seen(r.queries), r.heads or 1)} for r in _recorded(model, tokens)]
 
 
 def query_statistics(model: nn.Module, tokens: Sequence[int], ahead: int = 512, start: int | None = None) -> Given:
@@ -90,7 +90,7 @@ def reconstruction(model: nn.Module, tokens: Sequence[int], cue: Sequence[int] =
         ValueError: There is no token, or a layer's attention can't be recorded.
 
     Source:
-        Kim et al., KVzip (arXiv 2505.23416), section 3. It repeats chunk by chunk after a request in words, each query's
+        Kim et al., KVzip (arXiv 2505.23416), section 3. It repeats chunk by chunk after a request in words, a query's
         attention over its chunk and the repetition; here over everything, and the request is the caller's to give.
     """
     n = len(tokens)
@@ -130,12 +130,8 @@ def _recorded(model: nn.Module, tokens: Sequence[int]) -> list[Recording]:
     return list(record(model, tokens).values())
 
 
-def _queries(recording: Recording) -> mx.array:
-    return seen(recording.queries)
-
-
 def _expected(recording: Recording, rotation: Rotation, places: mx.array) -> dict[str, mx.array]:
-    queries = _queries(recording)
+    queries = seen(recording.queries)
     still = statistics_from(derotate(queries[None], mx.arange(queries.shape[-2]), rotation), recording.scale or 1.0)
     width = queries.shape[-1]
     # Rows of the identity, each at every place: a rotation is linear.
