@@ -31,6 +31,8 @@ from h2o_core import H2OConfig
         ({"rewind": 65}, ValueError, "rewind must be between 0 and 64 tokens, got 65"),
         ({"rewind": True}, TypeError, "rewind must be an integer number of tokens, got True"),
         ({"rewind": 2, "queries": "key"}, ValueError, 'rewind needs queries="true", got rewind=2.*use rewind=0'),
+        ({"rewind": 2, "scorer": "cam"}, ValueError, "'cam' merges values, which can't be taken apart.*use rewind=0"),
+        ({"rewind": 2, "scorer": "snapkv"}, ValueError, "'snapkv' takes a call of one token for the end of.*rewind=2"),
         ({"evict_during_prefill": 1}, TypeError, "evict_during_prefill must be True or False, got 1"),
     ],
 )

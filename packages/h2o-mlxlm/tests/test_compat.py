@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
+from h2o_core.scorer import scorer_names, scorer_of
 from h2o_mlxlm import H2OConfig, H2OKVCache, KVCacheBuilder, KVCacheConfig, KVCacheFactory
 
 SMALL = {"head_dim": 16, "h2o_budget": 24, "h2o_n_sink": 2, "h2o_grace": 5, "h2o_decay": 0.9}
@@ -23,10 +24,28 @@ def test_each_name_is_one_of_ours(default, asked):
     assert config.ours(default) == H2OConfig(**OURS, queries=asked or default)
 
 
+@pytest.mark.parametrize("method", scorer_names())
+def test_a_method_is_the_scorer_of_its_name(method):
+    assert KVCacheConfig(method=method).ours("true").scorer == scorer_of(method)
+    assert KVCacheConfig(method="keyformer", keyformer_tau=0.0).ours("true").scorer.tau == 0
+    assert KVCacheConfig(method="cam", cam_merge="drop").ours("key").scorer.merge == "drop"
+
+
+def test_the_factory_makes_what_needs_no_hook():
+    cache = KVCacheFactory.create(KVCacheConfig(**SMALL | {"method": "l2norm", "h2o_decay": 0.98}))
+    for n in (40, 1, 1):
+        rows = mx.random.normal((1, 2, n, 16))
+        cache.update_and_fetch(rows, rows)
+    assert (cache.tokens_kept, cache.evictions, cache.config.queries) == (24, 18, "true")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": "snapkv"}, "method must be 'h2o', got 'snapkv'"),
+        ({"method": "best"}, "method must be one of 'cam', .*'tova', got 'best'"),
+        ({"method": "snapkv", "h2o_decay": 0.9}, "decay is for scorers that sum mass, and 'snapkv' does not, got 0.9"),
+        ({"cam_merge": "drop"}, "cam_merge is for method='cam', got method='h2o': leave it out"),
+        ({"method": "cam", "cam_merge": "none"}, "merge of scorer 'cam' must be one of 'value', 'drop'"),
         ({"head_dim": 0}, "head_dim must be a positive integer, got 0"),
         ({"head_dim": 16.0}, "head_dim must be a positive integer, got 16.0"),
         ({"head_dim": True}, "head_dim must be a positive integer, got True"),

@@ -10,7 +10,7 @@ from h2o_core import H2OConfig, read_trace
 from h2o_core.traces import layers_of
 from h2o_mlxlm import attention, make_prompt_cache
 from h2o_mlxlm.cli import main
-from h2o_mlxlm.cli.trace import _Tap, record
+from h2o_mlxlm.recording import _Tap, record
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
 

@@ -87,15 +87,12 @@ raise budget above 20 or lower n_sink or grace
         if not isinstance(self.evict_during_prefill, bool):
             raise TypeError(f"evict_during_prefill must be True or False, got {self.evict_during_prefill!r}")
         _check_count("rewind", self.rewind, least=0, most=MOST_REWIND)
-        if self.rewind and self.queries == "key":
-            raise ValueError(
-                f'rewind needs queries="true", got rewind={self.rewind} with queries="key": a token that can be taken '
-                "back is scored inside the model's attention; use rewind=0"
-            )
         if self.trained_length is not None:
             self._check_trained_length(self.trained_length)
         object.__setattr__(self, "scorer", scorer_of(self.scorer))
         self._check_scorer()
+        if self.rewind:
+            self._check_rewind()
 
     @property
     def n_long(self) -> int:
@@ -115,6 +112,24 @@ raise budget above 20 or lower n_sink or grace
             raise ValueError(f'scorer {name!r} needs the model\'s own queries, got queries="key": leave it out')
         if self.queries == "key" and "mass" not in self.scorer.needs:
             raise ValueError(f'scorer {name!r} looks at no query, got queries="key": leave it out')
+
+    def _check_rewind(self) -> None:
+        """Refuse what can't take a token back."""
+        name, rewind = self.scorer.name, self.rewind
+        if self.queries == "key":
+            raise ValueError(
+                f'rewind needs queries="true", got rewind={rewind} with queries="key": a token that can be taken '
+                "back is scored inside the model's attention; use rewind=0"
+            )
+        if self.scorer.merges:
+            raise ValueError(
+                f"scorer {name!r} merges values, which can't be taken apart again, got rewind={rewind}: use rewind=0"
+            )
+        if self.scorer.once:
+            raise ValueError(
+                f"scorer {name!r} takes a call of one token for the end of the prompt, got rewind={rewind}, with "
+                "which the last tokens of every call come one by one: use rewind=0"
+            )
 
     def _check_trained_length(self, length: int) -> None:
         _check_count("trained_length", length, least=1)

@@ -51,6 +51,11 @@ class Scorer:
         return self.needs - SEEN
 
     @property
+    def by_attention(self) -> bool:
+        """Say whether it looks at what the model's queries do; else a cache's own rows are all that it sees."""
+        return bool(self.needs & {"mass", "rows", "queries"})
+
+    @property
     def n_rows(self) -> int:
         """How many of the last queries' rows it reads at most, if it needs ``"rows"``."""
         return 0
@@ -73,6 +78,11 @@ class Scorer:
     @property
     def merges(self) -> bool:
         """Say whether what goes leaves a part of its value behind, as ``shares`` says."""
+        return False
+
+    @property
+    def once(self) -> bool:
+        """Say whether a call of one token ends the prompt for good, so that it must not be cut into such calls."""
         return False
 
     @property
@@ -208,3 +218,39 @@ def scorer_of(value: object) -> Scorer:
             there = f"there are {', '.join(known)}" if known else "it has none"
             raise ValueError(f"scorer {kind.name!r} has no parameter {name!r}: {there}")
     return kind(**parameters)
+
+
+def scorer_from(text: str) -> Scorer:
+    """Read a scorer from a text such as ``"snapkv window=16"``.
+
+    Raises:
+        TypeError: A parameter is of the wrong kind.
+        ValueError: The name or a parameter is not known, or a value does not fit.
+    """
+    name, *words = text.split() or [""]
+    known = scorer_kind(name).__dataclass_fields__
+    return scorer_of({"name": name} | dict(field_from(word, known, f"parameter of scorer {name!r}") for word in words))
+
+
+def field_from(word: str, known: Mapping[str, Any], what: str) -> tuple[str, Any]:
+    """Read ``NAME=VALUE``, the value as what it looks like.
+
+    Args:
+        word: The text.
+        known: Fields of a dataclass by name.
+        what: What they are, for the message.
+
+    Raises:
+        ValueError: The name is not among them.
+    """
+    name, _, text = word.partition("=")
+    if name not in known:
+        raise ValueError(f"{name!r} is no {what}: there are {', '.join(known)}")
+    if text in ("True", "true", "False", "false") and isinstance(known[name].default, bool):
+        return name, text in ("True", "true")
+    for kind in (int, float):
+        try:
+            return name, kind(text)
+        except ValueError:
+            continue
+    return name, text

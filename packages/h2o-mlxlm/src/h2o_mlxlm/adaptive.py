@@ -229,11 +229,13 @@ def check_adaptive(config: H2OConfig) -> None:
     Raises:
         ValueError: There is one.
     """
-    plain = H2OConfig()
+    default = H2OConfig()
     for field in fields(config):
-        value, default = (getattr(c, field.name) for c in (config, plain))
-        if field.name not in SUPPORTED and value != default:
+        works, value = (getattr(c, field.name) for c in (default, config))
+        if field.name not in SUPPORTED and value != works:
+            if field.name == "scorer":
+                works, value = works.name, dict(asdict(value))
             raise ValueError(
-                f'heads="adaptive" works with {field.name}={default!r} alone, got {value!r}: leave it out, or '
+                f'heads="adaptive" works with {field.name}={works!r} alone, got {value!r}: leave it out, or '
                 'use heads="equal"'
             )

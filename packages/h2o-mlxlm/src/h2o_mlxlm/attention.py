@@ -1,6 +1,11 @@
 """Attention with mlx_lm's signature, which hands the mass of our caches back to them."""
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import base
 
 from h2o_mlxlm.adaptive import OURS, AdaptiveH2OKVCache
@@ -20,9 +25,10 @@ def scaled_dot_product_attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend as mlx_lm does; for a cache of ours with ``queries="true"`` report the mass to it.
+    """Attend as mlx_lm does; report to a cache of ours with ``queries="true"`` the mass, or what its scorer needs.
 
-    A cache with ``queries="key"`` has made its mass already, with or without this function.
+    A cache with ``queries="key"``, or a scorer that looks at no attention, has seen what it needs already, with or
+    without this function.
 
     Args:
         queries: [B, Hq, N, D].
@@ -39,7 +45,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: A cache of ours is given a mask that it did not make.
     """
-    if isinstance(cache, H2OKVCache) and cache.config.queries == "key" and not _on_cpu():
+    if isinstance(cache, H2OKVCache) and not (cache.attended or cache.config.rewind or _on_cpu()):
         # The model makes one mask for all layers, but this one may hold another number of rows.
         return _plain(queries, keys, values, cache, scale, cache.view()[0], sinks)
     if not isinstance(cache, OURS):
@@ -57,19 +63,36 @@ def scaled_dot_product_attention(
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
 
 
+def place_hook(model: nn.Module) -> bool:
+    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it.
+
+    Returns:
+        Whether all of the model's attention goes through it.
+    """
+    placed = False
+    for module in _source_modules(model):
+        for name, value in list(vars(module).items()):
+            if value is plain_attention:
+                setattr(module, name, scaled_dot_product_attention)
+            placed = placed or value is plain_attention or value is scaled_dot_product_attention
+    # Gear's file has mlx_lm's attention too, but capped logits go through another.
+    capped = any(getattr(m, "attn_logit_softcapping", None) for _, m in model.named_modules())
+    return placed and not capped
+
+
 def _attend(
     queries: mx.array, keys: mx.array, values: mx.array, cache: H2OKVCache, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attend with the queries of the cache's open call, and report the mass."""
+    """Attend with the queries of the cache's open call, and report what its scorer needs."""
     stepped = cache.step(queries, keys, values, scale, sinks)
     if stepped is not None:
         return stepped
     # Every mask of ours says the same: a sequence's kept rows, then the chunk's own, causally.
     shown, lengths = cache.view()
     out, mass = cache.backend.attend(queries, keys, values, scale, cache.config.decay, shown, lengths, sinks)
-    if cache.config.queries == "key":
+    if not cache.attended:
         return out
-    cache.observe(mass)
+    cache.observe(cache.gathered(mass, queries, keys, values, scale, sinks))
     return cache.tied(out)[0]
 
 
@@ -108,3 +131,11 @@ def _made_by_ours(mask: mx.array | str | None, n_queries: int) -> bool:
     if isinstance(mask, mx.array):
         return is_ours(mask)
     return mask == "causal" or (mask is None and n_queries == 1)
+
+
+def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The Python modules that define the classes of the model's modules, mlx's own left out."""
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    for name in sorted(names - {base.__name__}):
+        if not name.startswith("mlx.") and name in sys.modules:
+            yield sys.modules[name]

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ class Batch(Books):
 
     config: H2OConfig
     forms: tuple[Form, Form]
+    inputs: Mapping[str, mx.array]
     _batched: bool
     _to_come: tuple[int, ...] | None
     _call: Call | None
@@ -155,7 +156,17 @@ class Batch(Books):
                     f"caches of one batch store rows in one form, got {self.forms} and "
                     f"{cache.forms} for keys and values: batch the requests of each apart"
                 )
+            if not _alike(cache.inputs, self.inputs):
+                raise ValueError(
+                    f"caches of one batch have the same inputs, got different {', '.join(sorted(self.inputs))}: "
+                    "batch the requests of each context apart"
+                )
             cache._end_call()
         counts = [cache._each_count() for cache in caches]
         self._slots = joined([(c._slots, len(n), c.size()) for c, n in zip(caches, counts, strict=True)])
         self._become(sum(counts, ()))
+
+
+def _alike(a: Mapping[str, mx.array], b: Mapping[str, mx.array]) -> bool:
+    """Say whether inputs of the same names are the same numbers; a copy has arrays of its own."""
+    return all(a[name] is b[name] or bool(mx.array_equal(a[name], b[name]).item()) for name in a)

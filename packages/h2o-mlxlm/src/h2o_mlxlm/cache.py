@@ -3,7 +3,7 @@
 No arithmetic of its own: who stays is core's to say, rotation is rope's, attention is attention.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -11,8 +11,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from h2o_core import H2OConfig
+from h2o_core.evidence import check_inputs
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.checks import check_positions, check_rewind
+from h2o_mlxlm.checks import check_positions, check_storage
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.forms import Pair, Stored, forms
 from h2o_mlxlm.ledger import Ledger
@@ -38,10 +39,12 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         kv_bits: 8 or 4 stores rows quantised, None as they come; a pair is for keys and for values.
         kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
         kv_quantizer: ``"per_token"``, ``"kivi"`` or ``"gear"``; see ``make_prompt_cache``.
+        inputs: What the scorer needs of the caller, by name; see ``h2o_mlxlm.inputs``. A saved cache has none.
 
     Raises:
         ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
-            ``trained_length``; a back end that can't run here; a way to store rows that there is none of.
+            ``trained_length``; a back end that can't run here; a way to store rows that there is none of; an input is
+            missing or not known.
     """
 
     def __init__(
@@ -53,8 +56,14 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         kv_bits: int | Pair | None = None,
         kv_group_size: int | Pair = 64,
         kv_quantizer: str = "per_token",
+        inputs: Mapping[str, mx.array] | None = None,
     ) -> None:
+        check_inputs(config.scorer, inputs)
         self.config = config
+        self.inputs = dict(inputs or {})
+        mx.eval(self.inputs)  # used by every generation, maybe on other threads
+        self.plain = config.scorer.plain
+        self.attended = config.queries == "true" and config.scorer.by_attention
         self.scale = scale
         self.backend = backend_of(backend) if isinstance(backend, str) else backend
         self.ledger, self.layer = Ledger(), 0  # until caches of one model come to share one
@@ -62,7 +71,7 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         self.storage: dict[str, Any] = storage
         self.forms = forms(kv_bits, kv_group_size, kv_quantizer)
         check_positions(config, rotation, self.forms)
-        check_rewind(config, self.forms)
+        check_storage(config, self.forms)
         self.rotation = None if config.positions == "original" else rotation
         holding, rolling = not config.evict_during_prefill, config.positions == "rolling"
         self._begin((Count(holding=holding, rolling=rolling),))
@@ -129,9 +138,9 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
         made = snapshot_of(value)
-        # One that was made for a model keeps its back end; mlx_lm's ``from_state`` makes one of nothing.
-        backend = getattr(self, "backend", "auto")
-        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, backend, **made.storage)
+        # One that was made for a model keeps its back end and inputs; mlx_lm's ``from_state`` makes one of nothing.
+        kept: dict[str, Any] = {"backend": getattr(self, "backend", "auto"), "inputs": getattr(self, "inputs", None)}
+        H2OKVCache.__init__(self, made.config, made.scale, made.rotation, **kept, **made.storage)
         self._slots, self._batched, self._to_come = made.slots, made.batched, made.to_come
         self._count(made.counts)
 

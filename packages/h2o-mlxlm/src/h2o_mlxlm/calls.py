@@ -4,15 +4,17 @@ No arithmetic of its own: who stays is core's to say, rotation is rope's, and bo
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Literal
 
 import mlx.core as mx
 
-from h2o_core import Mass
+from h2o_core import Evidence, Mass, gather
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.batch import Batch
 from h2o_mlxlm.checks import check_call, raise_ended, raise_unreported
 from h2o_mlxlm.counts import Call, Counts, Part, called
+from h2o_mlxlm.evidence import observed
 from h2o_mlxlm.forms import RowForm
 from h2o_mlxlm.ledger import Ledger, Step
 from h2o_mlxlm.passes import Passes
@@ -28,7 +30,8 @@ class Calls(Batch):
     A call is open from ``_take_in`` until something asks for its outcome: the next call, ``state``,
     ``nbytes``, ``kept_positions`` or ``scores``. Then the mass that the call's attention reported goes into
     the scores, and the lowest rows go. So a layer that attends twice to one cache (shared KV layers) counts
-    in full, and nothing goes before it has been attended to. Only ``step`` ends a call by itself.
+    in full, and nothing goes before it has been attended to. Only ``step`` ends a call by itself, and evidence
+    that is more than a mass: it holds keys and values, which must be free before the next row is written.
     """
 
     scale: float | None
@@ -36,6 +39,9 @@ class Calls(Batch):
     backend: Backend
     ledger: Ledger
     layer: int
+    inputs: Mapping[str, mx.array]  # the caller's, for the scorer
+    plain: bool  # the scorer is H2O as it is by default: a mass is all it needs, and its step can be fused
+    attended: bool  # the scorer looks at the model's attention, which is to be reported
 
     def _begin(self, counts: Counts) -> None:
         """Have seen nothing yet."""
@@ -50,6 +56,7 @@ class Calls(Batch):
         self._whole = False  # the open call is shown every slot, for ``step``
         self._free = None  # an empty slot of each head, if ``step`` has left one
         self._mass: Mass | None = None
+        self._evidence: Evidence | None = None
         self.passes, self._pass = Passes(), 0  # until caches of one model come to share them
 
     def _entered(self, call: Call) -> int:
@@ -85,7 +92,7 @@ class Calls(Batch):
             first = [c.place + ahead for c, ahead in zip(call.before, call.ahead, strict=True)]
             places = per_sequence(first) + mx.arange(n, dtype=mx.int32)
             keys = only([c.rolling for c in call.before], self.backend.derotate(keys, places, self.rotation), keys)
-        slots = none_yet(keys, values, self.forms) if self._slots is None else self._slots
+        slots = none_yet(keys, values, self.forms, self.config.scorer) if self._slots is None else self._slots
         before, where = slots, None
         if mass is not None:
             state, where = self.ledger.turn(self.layer, Step(self.config, slots.state, mass.total))
@@ -103,9 +110,9 @@ class Calls(Batch):
         self._whole = self._steps(call)
         self._count(call.after)
         shown = self.keys_and_values()
-        if self.config.queries == "key":
-            self.observe(self._key_mass(keys, shown[0]))
-            # No attention of ours follows.
+        if not self.attended:
+            self.observe(self._own_evidence(keys, *shown))
+            # No attention of ours need follow.
             keys, values = self.tied(*shown)
             return keys, values
         return shown
@@ -173,40 +180,66 @@ class Calls(Batch):
         state = self._live().state
         return [x for x in (*(self._mass or ()), *state[:4], *state.extras, self._free) if x is not None]
 
-    def observe(self, mass: Mass) -> None:
-        """Take the mass that the open call's attention gave to each row it attended to.
+    def gathered(
+        self,
+        mass: Mass | None,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> Mass | Evidence:
+        """Gather what the scorer needs of the open call: the mass alone by default; see ``h2o_core.gather``."""
+        if self.plain and mass is not None:
+            return mass
+        mask, lengths = self.view()
+        state = self._live().state
+        return gather(self.config, state, mass, queries, keys, values, scale, mask, lengths, sinks, self.inputs)
+
+    def observe(self, mass: Mass | Evidence) -> None:
+        """Take the mass that the open call's attention gave to each row it attended to, or more evidence.
 
         Args:
-            mass: Two float32 [B, H, M], made with the configuration's decay.
+            mass: Two float32 [B, H, M], made with the configuration's decay; or what ``gathered`` returned.
 
         Raises:
             RuntimeError: No call is open.
         """
         if not self._open:
             raise_ended()
+        if isinstance(mass, Evidence):
+            self._evidence = mass
+            self._close()
+            return
         self._mass = mass if self._mass is None else Mass(*map(mx.add, self._mass, mass))
         if not self.config.rewind and self._in_steady_decode():
             self.ledger.leave(self.layer, Step(self.config, self._live().state, self._mass.total))
 
     def _end_call(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         """Score what the open call attended to and let the lowest go."""
-        call, mass = self._call, self._mass
+        call, shown = self._call, self._evidence or self._mass
         if not self._open or call is None:
             return
-        if mass is None:
+        if shown is None:
             raise_unreported()
         slots, over = self._live(), call.over
         # Where sequences differ, a call may leave empty slots between the rows, or rows that stay beyond the budget.
         full = call.n_tokens == 1 and (capacity(slots) == self.config.budget + 1 or not any(over))
         even = full or call.is_even
         lengths = lengths_of(call.lengths)
-        slots = scored(self.config, self.backend, slots, mass, call.n_tokens, even and any(over), lengths)
+        if isinstance(shown, Mass):
+            slots = scored(self.config, self.backend, slots, shown, call.n_tokens, even and any(over), lengths)
+        else:
+            slots = observed(self.config, self.backend, slots, shown, call, even and any(over))
         if not even:
             slots = settled(self.config, self.backend, slots, over, self.size())
         if self.rotation is not None and any(call.turning):
             keys = self.backend.derotate(slots.keys.opened(), slots.state.positions, self.rotation)
             slots = slots._replace(keys=slots.keys.replaced(keys, call.turning))
-        self._slots, self._open, self._mass = slots, 0, None
+        self._slots, self._open, self._mass, self._evidence = slots, 0, None, None
         self.ledger.forget(self.layer)
 
     def _last_call(self) -> Call:
@@ -220,12 +253,12 @@ class Calls(Batch):
             return False
         if any(c.holding for c in call.after):
             return False
-        return self.config.queries == "true" and capacity(self._live()) <= self.config.budget + 1
+        return self.attended and self.plain and capacity(self._live()) <= self.config.budget + 1
 
     def _in_steady_decode(self) -> bool:
         """Say whether the open call has one token, fills every slot and will leave one empty, by the reference."""
         call, width = self._call, self.config.budget + 1
-        if self.backend.name != "reference":
+        if self.backend.name != "reference" or not self.plain:
             return False
         if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
             return False
@@ -248,15 +281,18 @@ class Calls(Batch):
         self._ranks = places if shown == capacity(slots) else None
         return places
 
-    def _key_mass(self, keys: mx.array, shown: mx.array) -> Mass:
-        """The mass when each incoming key, where the model put it, stands in for its query."""
+    def _own_evidence(self, keys: mx.array, shown: mx.array, values: mx.array) -> Mass | Evidence:
+        """What the cache sees without the model's queries: its rows, and each incoming key in place of its query."""
+        if self.config.queries == "true":
+            return self.gathered(None, keys, shown, values, 1.0)
         n = keys.shape[2]
         if n > 1:
             keys = shown[:, :, -n:]
         elif self.rotation is not None or self.forms[0] != RowForm():
             keys = rows_at(shown, mx.argmax(self._live().state.positions, axis=-1, keepdims=True))
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return self.backend.attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]
+        mass = self.backend.attend(keys, shown, shown[..., :0], scale, self.config.decay, *self.view())[1]
+        return self.gathered(mass, keys, shown, values, scale)
 
     def _live(self) -> Slots:
         if self._slots is None:

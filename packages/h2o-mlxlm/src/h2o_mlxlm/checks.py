@@ -1,12 +1,14 @@
-"""What a call to a cache must not contradict, said once, at the door."""
+"""What a call to a cache, or what a caller gives it, must not contradict, said once, at the door."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from h2o_core import H2OConfig
+from h2o_core.evidence import check_inputs
 from h2o_mlxlm.counts import Call, outgrown
-from h2o_mlxlm.forms import BlockForm, Form
+from h2o_mlxlm.forms import BlockForm, Form, RowForm
 from h2o_mlxlm.slots import Slots
 from h2o_rope import Rotation
 
@@ -30,13 +32,39 @@ def check_positions(config: H2OConfig, rotation: Rotation | None, forms: tuple[F
         )
 
 
-def check_rewind(config: H2OConfig, forms: tuple[Form, Form]) -> None:
-    """Refuse to take back tokens whose rows are stored with others'."""
+def check_storage(config: H2OConfig, forms: tuple[Form, Form]) -> None:
+    """Refuse to store rows anew that are stored once: merged values, and rows that are taken back."""
+    if config.scorer.merges and forms[1] != RowForm():
+        raise ValueError(
+            f"scorer {config.scorer.name!r} changes values that are stored, which quantising again would wear out: "
+            "leave kv_bits out for values"
+        )
     if config.rewind and any(isinstance(form, BlockForm) for form in forms):
         raise ValueError(
             f"rewind={config.rewind} writes rows back, and blocks of rows are written once: use "
             'kv_quantizer="per_token", or rewind=0'
         )
+
+
+Inputs = Sequence[Mapping[str, mx.array]]
+"""For each layer with an H2O cache, lowest first, what its scorer needs of the caller; see ``h2o_mlxlm.inputs``."""
+
+
+def given_inputs(configs: Sequence[H2OConfig], inputs: Inputs | None) -> list[Mapping[str, mx.array]]:
+    """Read what the user gave as inputs for each layer.
+
+    Raises:
+        ValueError: There are more or fewer than layers, or one is missing or not known.
+    """
+    each = [{}] * len(configs) if inputs is None else list(inputs)
+    if len(each) != len(configs):
+        raise ValueError(
+            f"inputs has one dict for each layer with an H2O cache, of which this model has {len(configs)}, got "
+            f"{len(each)}: h2o_mlxlm.inputs makes such a list"
+        )
+    for config, given in zip(configs, each, strict=True):
+        check_inputs(config.scorer, given)
+    return each
 
 
 def check_call(

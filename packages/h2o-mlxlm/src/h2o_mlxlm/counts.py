@@ -74,6 +74,13 @@ class Call(NamedTuple):
         return tuple([b.kept + n > a.kept for b, n, a in zip(self.before, self.real, self.after, strict=True)])
 
     @property
+    def losing_one(self) -> tuple[bool, ...]:
+        """The sequences of which a token came alone and one row goes for it."""
+        if self.n_tokens > 1:
+            return (False,) * len(self.before)
+        return tuple([b.kept + n - a.kept == 1 for b, n, a in zip(self.before, self.real, self.after, strict=True)])
+
+    @property
     def turning(self) -> tuple[bool, ...]:
         """The sequences whose keys are stored unrotated from the end of the call on."""
         return tuple([a.rolling and not b.rolling for b, a in zip(self.before, self.after, strict=True)])

@@ -1,24 +1,23 @@
 """Bounded caches for a loaded model: composes core, rope, the cache and the attention hook."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
-from h2o_mlxlm.attention import plain_attention, scaled_dot_product_attention
+from h2o_mlxlm.attention import place_hook
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.budgets import for_layers
 from h2o_mlxlm.cache import H2OKVCache, share
+from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.forms import Pair
-from h2o_mlxlm.layers import layers_of, name_of, rotation_for, scale_of, trained_length
+from h2o_mlxlm.layers import layers_of, rotation_for, scale_of, trained_length
 from h2o_mlxlm.speculative import place_check
 from h2o_mlxlm.suitability import (
     Heads,
@@ -27,6 +26,7 @@ from h2o_mlxlm.suitability import (
     check_moving,
     check_ragged,
     check_rewind,
+    check_scorer,
     check_storage,
 )
 
@@ -40,6 +40,7 @@ def make_prompt_cache(
     kv_bits: int | Pair | None = None,
     kv_group_size: int | Pair = 64,
     kv_quantizer: str = "per_token",
+    inputs: Inputs | None = None,
 ) -> list[Any]:
     """Make a fresh cache for each layer, as ``mlx_lm.models.cache.make_prompt_cache`` does.
 
@@ -61,6 +62,8 @@ def make_prompt_cache(
         kv_quantizer: ``"per_token"``: each row by itself, from the first token on. ``"kivi"``: keys by channel over
             blocks of ``kv_group_size`` tokens, once they are old; ``"gear"``: the same, corrected. Blocks are written
             once and go when they are empty; see ``Blocks``.
+        inputs: What the scorer needs of the caller, one dict of arrays for each layer that gets an H2O cache; see
+            ``h2o_mlxlm.inputs``. None for a scorer that needs nothing.
 
     Returns:
         The list that ``prompt_cache=`` takes.
@@ -76,12 +79,8 @@ def make_prompt_cache(
     check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
     check_heads(heads, configs)
-    hooked = _place_hook(model)
-    if not hooked and configs[0].queries == "true":
-        raise ValueError(
-            f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
-            'attention: use H2OConfig(queries="key")'
-        )
+    hooked = place_hook(model)
+    check_scorer(model, configs[0], own, hooked)
     if heads == "adaptive" or len({c.budget for c in configs}) > 1:
         check_ragged(model, own, hooked)
     storage = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_quantizer": kv_quantizer}
@@ -90,7 +89,7 @@ def make_prompt_cache(
     if positions != "original":
         check_moving(model, positions)
     if rewind:
-        check_rewind(model, rewind, own, ours)
+        check_rewind(model, rewind, own, ours, hooked)
     place_check()
     layers = layers_of(model, own)
     if positions == "auto" and configs[0].trained_length is None:
@@ -98,9 +97,9 @@ def make_prompt_cache(
     if len(own) < len(model.layers):
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
-    given = iter(configs)
+    given = zip(configs, given_inputs(configs, inputs), strict=True)
     caches = [
-        _cache_for(model, layer, next(given), chosen, heads, storage) if mine else other
+        _cache_for(model, layer, *next(given), chosen, heads, storage) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(caches)
@@ -170,6 +169,7 @@ def _cache_for(
     model: nn.Module,
     layer: nn.Module | None,
     config: H2OConfig,
+    inputs: Mapping[str, mx.array],
     backend: Backend,
     heads: Heads,
     storage: dict[str, Any],
@@ -177,29 +177,4 @@ def _cache_for(
     if heads == "adaptive":
         return AdaptiveH2OKVCache(config, backend)
     rotation = None if config.positions == "original" else rotation_for(model, layer, config.positions)
-    return H2OKVCache(config, scale_of(layer), rotation, backend, **storage)
-
-
-def _place_hook(model: nn.Module) -> bool:
-    """Put our attention where the model's modules hold mlx_lm's, by whatever name they gave it.
-
-    Returns:
-        Whether all of the model's attention goes through it.
-    """
-    placed = False
-    for module in _source_modules(model):
-        for name, value in list(vars(module).items()):
-            if value is plain_attention:
-                setattr(module, name, scaled_dot_product_attention)
-            placed = placed or value is plain_attention or value is scaled_dot_product_attention
-    # Gear's file has mlx_lm's attention too, but capped logits go through another.
-    capped = any(getattr(m, "attn_logit_softcapping", None) for _, m in model.named_modules())
-    return placed and not capped
-
-
-def _source_modules(model: nn.Module) -> Iterator[ModuleType]:
-    """The Python modules that define the classes of the model's modules, mlx's own left out."""
-    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
-    for name in sorted(names - {base.__name__}):
-        if not name.startswith("mlx.") and name in sys.modules:
-            yield sys.modules[name]
+    return H2OKVCache(config, scale_of(layer), rotation, backend, **storage, inputs=inputs)

@@ -51,13 +51,18 @@ def rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> R
     Raises:
         ValueError: The layer has not exactly one rotary embedding, or one that can't be moved to other positions.
     """
-    ropes = [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
+    ropes = ropes_of(layer)
     if len(ropes) != 1:
         raise ValueError(
             f'positions="{positions}" needs the one rotary embedding of each layer, found {len(ropes)} in a '
             f'layer of {name_of(model)}: use positions="original"'
         )
     return rotation_of(ropes[0])
+
+
+def ropes_of(layer: nn.Module | None) -> list[nn.Module]:
+    """List the rotary embeddings of a layer."""
+    return [] if layer is None else [m for name, m in layer.named_modules() if _is_rope(name, m)]
 
 
 def _is_rope(name: str, module: nn.Module) -> bool:

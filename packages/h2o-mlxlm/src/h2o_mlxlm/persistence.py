@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.cache import H2OKVCache, share
+from h2o_mlxlm.checks import Inputs
 from h2o_mlxlm.identity import model_identity
 from h2o_mlxlm.integration import make_prompt_cache
 from h2o_mlxlm.safetensors_file import read_arrays, write_arrays
@@ -58,7 +59,8 @@ def save_prompt_cache(
     classes = [type(c).__name__ for c in cache]
     leaves = dict(tree_flatten([c.state for c in cache]))
     # What could not be loaded is not saved.
-    _caches_of(model, config, storage, classes, leaves, "auto")
+    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)] if config.scorer.inputs else None
+    _caches_of(model, config, storage, classes, leaves, "auto", inputs)
     arrays = {name: x for name, x in leaves.items() if isinstance(x, mx.array)}
     about = {
         "format": FORMAT,
@@ -73,7 +75,11 @@ def save_prompt_cache(
 
 
 def load_prompt_cache(
-    file_name: str | Path, model: nn.Module, return_metadata: bool = False, backend: str = "auto"
+    file_name: str | Path,
+    model: nn.Module,
+    return_metadata: bool = False,
+    backend: str = "auto",
+    inputs: Inputs | None = None,
 ) -> Any:
     """Load the caches that ``save_prompt_cache`` saved, for the same model.
 
@@ -84,6 +90,7 @@ def load_prompt_cache(
         model: The model that filled the caches, or an equal one.
         return_metadata: Whether to return the metadata as well.
         backend: See ``make_prompt_cache``.
+        inputs: See ``make_prompt_cache``: what the caches were made with, which no file holds.
 
     Returns:
         The list that ``prompt_cache=`` takes; with ``return_metadata`` also the metadata, a dict of texts.
@@ -93,13 +100,13 @@ def load_prompt_cache(
         ValueError: It is no saved prompt cache, it is damaged, or it belongs to another model.
     """
     try:
-        cache, metadata = _loaded(Path(file_name), model, backend)
+        cache, metadata = _loaded(Path(file_name), model, backend, inputs)
     except ValueError as error:
         raise ValueError(f"{file_name} is no prompt cache of this model: {error}") from error
     return (cache, metadata) if return_metadata else cache
 
 
-def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict[str, str]]:
+def _loaded(path: Path, model: nn.Module, backend: str, inputs: Inputs | None) -> tuple[list[Any], dict[str, str]]:
     arrays, texts = read_arrays(path)
     if list(texts) != [NAME]:
         _refuse(
@@ -112,7 +119,7 @@ def _loaded(path: Path, model: nn.Module, backend: str) -> tuple[list[Any], dict
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
         _refuse("its metadata or scalars are not what is saved")
     config, storage, leaves = config_of(about["config"]), storage_of(about["storage"]), scalars | arrays
-    return _caches_of(model, config, storage, about["classes"], leaves, backend), metadata
+    return _caches_of(model, config, storage, about["classes"], leaves, backend, inputs), metadata
 
 
 def _settings_of_all(cache: Sequence[Any]) -> tuple[H2OConfig, dict[str, Any]]:
@@ -139,6 +146,7 @@ def _caches_of(
     classes: Any,
     leaves: Mapping[str, Any],
     backend: str,
+    inputs: Inputs | None,
 ) -> list[Any]:
     """Make this model's caches from the leaves of their states.
 
@@ -149,11 +157,13 @@ def _caches_of(
         classes: Names of the caches' classes.
         leaves: Arrays, whole numbers, texts and None by their names in the flat list of states.
         backend: Whose functions they use.
+        inputs: Of the scorer.
 
     Raises:
         ValueError: They are not the states that this model's caches can have.
     """
-    fresh, probe = (make_prompt_cache(model, config, partial=True, backend=backend, **storage) for _ in range(2))
+    how: dict[str, Any] = {"backend": backend, "inputs": inputs, **storage}
+    fresh, probe = (make_prompt_cache(model, config, partial=True, **how) for _ in range(2))
     _check_kinds(fresh)
     if classes != [type(c).__name__ for c in fresh]:
         _refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")

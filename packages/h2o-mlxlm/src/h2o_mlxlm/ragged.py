@@ -103,4 +103,6 @@ def lengths_of(numbers: Sequence[int] | None) -> mx.array | None:
 
 def _none(like: Slots, batch: int) -> Slots:
     """Slots, none so far, of sequences that have seen nothing."""
-    return Slots(like.keys.none(batch), like.values.none(batch), init(batch, like.keys.kind[0]))
+    extras = tuple(mx.zeros((batch, x.shape[1], 0, *x.shape[3:]), mx.float32) for x in like.state.extras)
+    state = init(batch, like.keys.kind[0])._replace(extras=extras)
+    return Slots(like.keys.none(batch), like.values.none(batch), state)

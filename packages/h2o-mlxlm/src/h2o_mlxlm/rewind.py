@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from h2o_core import H2OState, Mass
+from h2o_core import Evidence, H2OState, Mass
 from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.checks import check_call, check_unchanged, raise_unreported
 from h2o_mlxlm.counts import Count, Counts, Part, called
@@ -180,7 +180,7 @@ class Rewind(Calls):
         self._newest = (*self._newest, new)[-self.config.rewind :]
         self._vacant = None
 
-    def observe(self, mass: Mass) -> None:
+    def observe(self, mass: Mass | Evidence) -> None:
         """See ``Calls``; with ``rewind`` end the call, for nobody attends to it again."""
         super().observe(mass)
         if self.config.rewind:
@@ -212,7 +212,7 @@ class Rewind(Calls):
     def _close(self) -> None:
         """End the open call, or the part of one, and keep what leads back."""
         before, was_open = self._slots, self._open
-        super()._end_call()
+        super()._close()
         if before is None or not was_open or not self._newest:
             return
         if self._live().keys is before.keys:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from h2o_core import H2OConfig, H2OState, Mass, admit, grow, init, observe, pack, release, take, victims
+from h2o_core.scorer import Scorer
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.forms import Form
 from h2o_mlxlm.stores import Store, no_rows
@@ -42,15 +43,15 @@ class Row(NamedTuple):
         return *self.keys.arrays, *self.values.arrays
 
 
-def none_yet(keys: mx.array, values: mx.array, forms: tuple[Form, Form]) -> Slots:
-    """Make slots, none so far, for rows like these.
+def none_yet(keys: mx.array, values: mx.array, forms: tuple[Form, Form], scorer: Scorer) -> Slots:
+    """Make slots, none so far, for rows like these, with what the scorer keeps.
 
     Raises:
         ValueError: The rows can't be divided into groups of the size that is asked for.
     """
     for name, rows, form in zip(("keys", "values"), (keys, values), forms, strict=True):
         form.check_width(name, rows.shape[-1])
-    return Slots(no_rows(keys, forms[0]), no_rows(values, forms[1]), init(*keys.shape[:2]))
+    return Slots(no_rows(keys, forms[0]), no_rows(values, forms[1]), init(*keys.shape[:2], scorer=scorer))
 
 
 def capacity(slots: Slots) -> int:
@@ -166,9 +167,12 @@ def scored(
     else:
         state = observe(config, slots.state, mass, n_tokens, lengths)
     slots = slots._replace(state=state)
-    if not over:
-        return slots
-    if frees_one:
+    return bounded(config, backend, slots) if over else slots
+
+
+def bounded(config: H2OConfig, backend: Backend, slots: Slots) -> Slots:
+    """Let the lowest go of heads that hold more than ``budget``, which leaves budget + 1 slots, one of them empty."""
+    if capacity(slots) == config.budget + 1:
         return slots._replace(state=release(config, slots.state, backend.victims(config, slots.state)))
     return evicted(config, backend, slots)
 

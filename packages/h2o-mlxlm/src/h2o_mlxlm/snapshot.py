@@ -38,7 +38,10 @@ ARRAYS: Expected = {
     "positions": ((mx.int32,), "BHC"),
     "seen": ((mx.int32,), "B"),
 }
-"""Arrays of a cache that has seen something, beside its rows; see ``storage``."""
+"""Arrays of a cache that has seen something, beside its rows; see ``storage``.
+
+What its scorer keeps beside the scores is ``extras.0`` and so on, float32, of the axes B H C and the scorer's own.
+"""
 
 
 class Snapshot(NamedTuple):
@@ -195,14 +198,19 @@ def _slots(
         if any(c.seen for c in counts):
             _refuse(f"tokens were seen, but there are no rows: {counts}")
         return None
+    shapes = config.scorer.extras
+    extras = [f"extras.{i}" for i in range(len(shapes))]
     expected = expected_of(storage) | ARRAYS
-    if sorted(arrays) != sorted(expected):
-        _refuse(f"its arrays must be {', '.join(sorted(expected))}, got {', '.join(sorted(arrays))}")
+    if sorted(arrays) != sorted([*expected, *extras]):
+        _refuse(f"its arrays must be {', '.join(sorted([*expected, *extras]))}, got {', '.join(sorted(arrays))}")
     n = _check_axes(arrays, expected)
+    for name, more in zip(extras, shapes, strict=True):
+        _check_extra(name, arrays[name], (n["B"], n["H"], n["C"], *more))
     if batched and n["B"] != len(counts):
         _refuse(f"there are {n['B']} sequences and {len(counts)} counts")
-    rest = {name: x for name, x in arrays.items() if name in ARRAYS}
-    slots = Slots(*_lawful(rows_in, arrays, storage), H2OState(**rest))
+    rest = {name: arrays[name] for name in ARRAYS}
+    state = H2OState(**rest, extras=tuple(arrays[name] for name in extras))
+    slots = Slots(*_lawful(rows_in, arrays, storage), state)
     _check_rows(config, slots, counts if batched else counts * n["B"])
     return slots
 
@@ -215,13 +223,24 @@ def _check_axes(arrays: Mapping[str, Any], expected: Expected) -> dict[str, int]
         if not isinstance(x, mx.array) or x.dtype not in dtypes or x.ndim != len(axes):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
             _refuse(f"{name} must be {' or '.join(map(str, dtypes))} [{', '.join(axes)}], got {got}")
-        # mlx counts bytes up to 2^64 and goes on at 0, and its reader lets a file have less than it says.
-        if x.nbytes != math.prod(x.shape) * x.itemsize:
-            _refuse(f"{name} can't have the shape {list(x.shape)}")
+        _check_bytes(name, x)
         for axis, length in zip(axes, x.shape, strict=True):
             if lengths.setdefault(axis, length) != length or (length == 0 and axis != "C"):
                 _refuse(f"{name} has {length} along {axis}, and {lengths[axis]} are expected")
     return lengths
+
+
+def _check_extra(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(x, mx.array) or x.dtype != mx.float32 or x.shape != shape:
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, mx.array) else repr(type(x).__name__)
+        _refuse(f"{name} must be {mx.float32} {list(shape)}, got {got}")
+    _check_bytes(name, x)
+
+
+def _check_bytes(name: str, x: mx.array) -> None:
+    # mlx counts bytes up to 2^64 and goes on at 0, and its reader lets a file have less than it says.
+    if x.nbytes != math.prod(x.shape) * x.itemsize:
+        _refuse(f"{name} can't have the shape {list(x.shape)}")
 
 
 def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
@@ -237,7 +256,8 @@ def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
     first = mx.arange(width) < kept
     safe = held & ((positions < config.n_sink) | (positions >= seen - config.grace))
     in_order = mx.sort(positions, axis=-1) if width else positions
-    empty = mx.where(held, 0, mx.abs(state.scores) + mx.abs(state.totals))
+    kept_beside = [x.flatten(3).any(axis=-1) if x.ndim > 3 else x != 0 for x in state.extras]
+    marked = sum(kept_beside, (state.scores != 0) | (state.totals != 0))
     laws = {
         "positions are -1 or below the tokens seen": (positions >= -1) & (positions < seen),
         "a head holds a position once": (in_order[..., 1:] != in_order[..., :-1]) | (in_order[..., 1:] < 0),
@@ -246,8 +266,8 @@ def _check_rows(config: H2OConfig, slots: Slots, counts: Counts) -> None:
         | ((kept == config.budget) & (width == config.budget + 1)),
         "sinks and the newest rows are held": safe.sum(axis=-1, keepdims=True)
         == mx.minimum(seen, config.n_sink + config.grace),
-        "scores and totals are not negative": ~((state.scores < 0) | (state.totals < 0)),
-        "an empty slot has no score": empty == 0,
+        "scores and totals are not negative": ~((state.scores < 0) & config.scorer.sums | (state.totals < 0)),
+        "an empty slot has no score": held | ~marked,
         "an empty slot is finite": _finite(slots.keys.opened(), held) & _finite(slots.values.opened(), held),
     }
     hold = mx.stack([holds.all() for holds in laws.values()]).tolist()

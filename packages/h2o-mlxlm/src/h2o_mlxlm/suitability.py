@@ -86,8 +86,29 @@ def check_storage(model: nn.Module, heads: str, storage: dict[str, Any]) -> None
             form.check_width(name, width)
 
 
-def check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool]) -> None:
+def check_scorer(model: nn.Module, config: H2OConfig, own: list[Any], hooked: bool) -> None:
+    """Refuse models whose attention a scorer would not see, or would see twice in one call."""
+    scorer = config.scorer
+    if not hooked and config.queries == "true" and scorer.by_attention:
+        also = "" if scorer.plain else ", or a scorer that looks at no attention, such as 'streaming_llm'"
+        raise ValueError(
+            f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
+            f'attention: use H2OConfig(queries="key"){also}'
+        )
+    if not scorer.plain and len(own) < len(model.layers):
+        raise ValueError(
+            f"scorer {scorer.name!r} takes one attention a call, but {name_of(model)} attends to keys of one layer in "
+            "several: use scorer='h2o' with this model"
+        )
+
+
+def check_rewind(model: nn.Module, rewind: int, own: list[Any], ours: list[bool], hooked: bool) -> None:
     """Refuse models of which some layer could not take a token back, or not the same one as the others."""
+    if not hooked:
+        raise ValueError(
+            f"rewind={rewind} hands a layer's call over in parts, but the layers of {name_of(model)} attend with code "
+            "of their own: use rewind=0 with this model"
+        )
     if len(own) != len(model.layers):
         raise ValueError(
             f"rewind={rewind} needs a cache for each layer, but {name_of(model)} has {len(own)} caches for "

@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h2o_core.cli.texts import scorer_from
 from h2o_core.config import H2OConfig
-from h2o_core.scorer import Scorer
+from h2o_core.scorer import Scorer, scorer_from
 
 if TYPE_CHECKING:
     from h2o_core.generators import Planted

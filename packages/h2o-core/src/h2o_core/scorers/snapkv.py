@@ -62,6 +62,11 @@ class SnapKV(Scorer):
         """The window's rows, and 1 where the score is for good."""
         return ((self.window,), ())
 
+    @property
+    def once(self) -> bool:
+        """It is scored at its end."""
+        return True
+
     def observe(
         self, config: H2OConfig, state: H2OState, evidence: Evidence, n_tokens: int, lengths: mx.array | None
     ) -> H2OState:

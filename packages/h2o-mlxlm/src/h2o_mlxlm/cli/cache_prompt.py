@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--prompt-cache-file: there is no folder {path.parent}")
     flags.check_cache_flags(args)
+    flags.check_no_inputs(args)
     if args.budget_shape != "equal":
         raise ValueError(f"--budget-shape {args.budget_shape} can't be saved: a file holds caches of one budget")
     text = prompt_text(args.prompt)

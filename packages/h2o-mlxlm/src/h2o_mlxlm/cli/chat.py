@@ -35,6 +35,7 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the user quits."""
     flags.check_cache_flags(args)
+    flags.check_no_inputs(args)
     model, tokenizer = loaded(
         args.model,
         adapter_path=args.adapter_path,

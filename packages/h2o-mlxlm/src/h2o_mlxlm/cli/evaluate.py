@@ -95,7 +95,8 @@ def add_methods(parser: argparse.ArgumentParser, methods: list[str], settings: l
         "--methods",
         nargs="+",
         default=methods,
-        help="full, recency, h2o, random, …, or package.module:function of (model, budget) (%(default)s)",
+        help="full, recency, h2o, random, …, a scorer such as 'snapkv window=16', or package.module:function of "
+        "(model, budget) (%(default)s)",
     )
     add(
         "--settings",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from h2o_core import H2OConfig
+from h2o_core.scorer import Scorer, scorer_from
 
 REFUSED = {
     "--max-kv-size": "use --budget, which bounds the cache of every model",
@@ -94,6 +95,14 @@ def budget(text: str) -> int | float:
     return float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
 
 
+def scorer(text: str) -> Scorer:
+    """Read a scorer and its parameters, such as ``snapkv window=16``."""
+    try:
+        return scorer_from(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class _Given(argparse.Action):
     """Stores a value, or True without one, and that it was given: a saved cache has its own configuration."""
 
@@ -127,6 +136,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         default=d.long_share,
         help="Share of heavy hitters kept for sums that never decay, in [0, 1] (%(default)s)",
     )
+    add("--scorer", type=scorer, default=d.scorer, help="What scores, with parameters: 'snapkv window=16' (h2o)")
     add("--queries", choices=["true", "key"], default=d.queries, help="Whose attention counts (%(default)s)")
     add(
         "--positions",
@@ -187,6 +197,19 @@ def check_cache_flags(args: argparse.Namespace) -> None:
         config_from(args, args.budget)
 
 
+def check_no_inputs(args: argparse.Namespace) -> None:
+    """Refuse a scorer whose inputs are made from a prompt, where there is none yet or a file could not hold them.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if needed := args.scorer.inputs:
+        raise ValueError(
+            f"--scorer {args.scorer.name} needs {', '.join(sorted(needed))}, which generate alone makes, from its "
+            "prompt: use another scorer here, or make_prompt_cache with inputs in Python"
+        )
+
+
 def how_from(args: argparse.Namespace) -> dict[str, Any]:
     """Say what ``make_prompt_cache`` and ``install`` take, beside the model and the configuration."""
     heads = "adaptive" if args.budget_shape == "adaptive" else "equal"
@@ -210,6 +233,7 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
         grace=args.grace,
         decay=args.decay,
         long_share=args.long_share,
+        scorer=args.scorer,
         queries=args.queries,
         positions=args.positions,
         trained_length=args.trained_length,

@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     draft_model = drafting.load(args, tokenizer)
-    caches = _caches(args, model, draft_model)
     prompt = (whole if args.prompt_cache_file is None else rest)(args, tokenizer, text)
+    caches = _caches(args, model, draft_model, prompt)
     report = _generate(args, model, draft_model, tokenizer, prompt, caches)
     if args.json:
         print(json.dumps(report))
@@ -103,15 +103,19 @@ def _check_file(args: argparse.Namespace) -> None:
         raise ValueError("--draft-model can't be used with --prompt-cache-file, which holds no caches of that model")
 
 
-def _caches(args: argparse.Namespace, model: Any, draft_model: Any) -> list[Any]:
+def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list[int]) -> list[Any]:
     """Make fresh caches as the flags say, those of the model first, or take those of ``--prompt-cache-file``."""
     from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.inputs import inputs_from
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import load_prompt_cache
 
     if args.prompt_cache_file is None:
-        config, models = config_for(args, model, draft_model), [model, draft_model]
-        made = [make_prompt_cache(m, **flags.cache_options(args, m, config)) for m in models if m is not None]
+        config, models = config_for(args, model, draft_model), [m for m in (model, draft_model) if m is not None]
+        made = [
+            make_prompt_cache(m, **flags.cache_options(args, m, config), inputs=inputs_from(m, prompt, config))
+            for m in models
+        ]
         return list(chain(*made))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
     ours = next(c for c in caches if isinstance(c, H2OKVCache))

@@ -8,6 +8,7 @@ from typing import Any
 
 from h2o_core import H2OConfig
 from h2o_core.config import MOST_TOKENS, Queries
+from h2o_core.scorer import Scorer
 from h2o_mlxlm.cli import flags
 
 
@@ -52,10 +53,12 @@ def tokens_of(args: argparse.Namespace, model: Any, draft_model: Any = None) -> 
     if isinstance(args.budget, int):
         return args.budget
     models = [model] if draft_model is None else [model, draft_model]
-    return tokens_in(models, args.budget, flags.how_from(args), flags.rewind_from(args))
+    return tokens_in(models, args.budget, flags.how_from(args), flags.rewind_from(args), args.scorer)
 
 
-def tokens_in(models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind: int = 0) -> int:
+def tokens_in(
+    models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind: int = 0, scorer: Scorer | None = None
+) -> int:
     """Find the largest budget whose caches fit into so many bytes, the empty slot and tokens to take back included.
 
     Args:
@@ -63,6 +66,7 @@ def tokens_in(models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind
         n_bytes: Bytes for the caches of all.
         how: What ``make_prompt_cache`` takes. How budgets differ between layers does not matter, only their total.
         rewind: Of the configuration.
+        scorer: Of the configuration, for what it keeps of each token; None keeps nothing more.
 
     Raises:
         ValueError: Not one token fits, or what a token takes is not known.
@@ -73,7 +77,7 @@ def tokens_in(models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind
             "holes: give --budget in tokens"
         )
     # Full caches grow by a slot with each token of the budget: two of them show a slot's size and what is on top.
-    sizes = [sum(_full(model, budget, how, rewind) for model in models) for budget in (8, 9)]
+    sizes = [sum(_full(model, budget, how, rewind, scorer) for model in models) for budget in (8, 9)]
     slot = sizes[1] - sizes[0]
     fixed = sizes[0] - 8 * slot
     tokens = int((min(n_bytes, MOST_TOKENS * slot) - fixed) // slot)
@@ -82,16 +86,19 @@ def tokens_in(models: Sequence[Any], n_bytes: float, how: dict[str, Any], rewind
     return tokens
 
 
-def _full(model: Any, budget: int, how: dict[str, Any], rewind: int) -> int:
+def _full(model: Any, budget: int, how: dict[str, Any], rewind: int, scorer: Scorer | None) -> int:
     """Bytes of a model's caches that have seen more than they keep and take back."""
     import mlx.core as mx
 
     from h2o_mlxlm.adaptive import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
-    # Key queries work with every model; the other two need the model's own.
-    queries: Queries = "true" if rewind or how.get("heads") == "adaptive" else "key"
-    config = H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind)
+    # Without arrays of its own a scorer changes no size, and may want inputs.
+    kept: Any = scorer if scorer is not None and scorer.extras else "h2o"
+    # Key queries work with every model; the others need the model's own.
+    own = rewind or how.get("heads") == "adaptive" or kept != "h2o"
+    queries: Queries = "true" if own else "key"
+    config = H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind, scorer=kept)
     caches = make_prompt_cache(model, config, **how)
     for n in (budget + rewind + 2, 1):
         mx.eval(model(mx.zeros((1, n), mx.int32), cache=caches))

@@ -57,6 +57,7 @@ def _add_batch_flags(add: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer requests until interrupted."""
     flags.check_cache_flags(args)
+    flags.check_no_inputs(args)
     from mlx_lm.server import _run_http_server
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 

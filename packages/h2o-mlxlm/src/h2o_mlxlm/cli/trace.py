@@ -6,8 +6,6 @@ The file has each layer's tensors under ``layers.N.``, N its place among the mod
 
 import argparse
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     text = Path(args.text).read_text(encoding="utf-8")
     model, tokenizer = loaded(args.model)
     from h2o_core import write_trace
+    from h2o_mlxlm.recording import record
 
     tokens = list(tokenizer.encode(text))[: args.tokens]
     if not tokens:
@@ -63,114 +62,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def record(model: Any, tokens: Sequence[int], layers: Sequence[int] | None = None, step: int = 512) -> dict[int, Any]:
-    """Record queries, keys and values, where they have been rotated, of layers that attend to everything.
-
-    Args:
-        model: A model that ``load`` returned.
-        tokens: What it reads, from an empty cache.
-        layers: Places among the model's caches; None for every layer that can be recorded.
-        step: Tokens a call.
-
-    Returns:
-        A ``h2o_core.Recording`` for each layer, by number.
-
-    Raises:
-        ValueError: A layer is not there, or its attention is not causal over all tokens.
-    """
-    import mlx.core as mx
-
-    caches, full = _caches(model)
-    chosen = full if layers is None else list(layers)
-    if not set(chosen) <= set(full):
-        raise ValueError(
-            f"layers {', '.join(map(str, sorted(set(chosen) - set(full))))} can't be recorded: "
-            f"those that attend to everything are {', '.join(map(str, full))}"
-        )
-    taps = {id(caches[n]): _Tap() for n in chosen}
-    with _watched(lambda cache, *call: taps[id(cache)].take(*call) if id(cache) in taps else None):
-        for start in range(0, len(tokens), step):
-            model(mx.array([tokens[start : start + step]]), cache=caches)
-            # Not the logits: what comes after the last layer that is recorded is never computed.
-            mx.eval([tap.arrays for tap in taps.values()])
-    return {n: taps[id(caches[n])].recording() for n in chosen}
-
-
-class _Tap:
-    """What passes the attention of one layer."""
-
-    def __init__(self) -> None:
-        self.queries: list[Any] = []
-        self.seen = 0
-        self.rows: tuple[Any, ...] = ()  # keys and values of all tokens so far
-        self.scale = 0.0
-
-    @property
-    def arrays(self) -> list[Any]:
-        return [*self.queries[-1:], *self.rows]
-
-    def take(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> None:
-        import mlx.core as mx
-        from mlx_lm.models.base import create_causal_mask
-
-        n = queries.shape[2]
-        if self.seen + n != keys.shape[2]:
-            return  # a later layer that attends to this one's rows
-        if sinks is not None:
-            raise ValueError("attention with sink logits can't be recorded: its rows do not sum to 1")
-        if isinstance(mask, mx.array) and not bool(mx.array_equal(mask, create_causal_mask(n, self.seen))):
-            raise ValueError(
-                "a layer attends under a mask that is not causal over all tokens: leave it out of --layers"
-            )
-        self.queries.append(queries)
-        self.rows, self.scale, self.seen = (keys, values), scale, self.seen + n
-
-    def recording(self) -> Any:
-        import mlx.core as mx
-
-        from h2o_core import Recording
-
-        if not self.queries:
-            raise ValueError("a layer's attention was never seen: its model attends with code of its own")
-        keys, values = (x[0] for x in self.rows)
-        return Recording(None, mx.concatenate(self.queries, axis=2)[0], keys, values, self.scale, keys.shape[0])
-
-
 def _attention(recording: Any) -> Any:
     from h2o_core import Recording
 
     return Recording(attention=recording.rows().whole(), n_kv_heads=recording.n_kv_heads)
-
-
-def _caches(model: Any) -> tuple[list[Any], list[int]]:
-    """Fresh caches that evict nothing, and the places of those that can be recorded. Puts our hook in place."""
-    from mlx_lm.models.cache import KVCache
-
-    from h2o_core import H2OConfig
-    from h2o_mlxlm.cache import H2OKVCache
-    from h2o_mlxlm.integration import make_prompt_cache
-
-    ours = make_prompt_cache(model, H2OConfig(), partial=True)
-    full = [i for i, cache in enumerate(ours) if isinstance(cache, H2OKVCache)]
-    return [KVCache() if i in full else cache for i, cache in enumerate(ours)], full
-
-
-@contextmanager
-def _watched(watch: Callable[..., None]) -> Iterator[None]:
-    """Show every call that our hook hands on to mlx_lm's attention to ``watch``, for as long as this lasts."""
-    from h2o_mlxlm import attention as hook
-
-    plain = hook.plain_attention
-
-    def watched(queries: Any, keys: Any, values: Any, *, cache: Any, scale: float, mask: Any, sinks: Any) -> Any:
-        watch(cache, queries, keys, values, scale, mask, sinks)
-        return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    hook.plain_attention = watched
-    try:
-        yield
-    finally:
-        hook.plain_attention = plain
 
 
 def _layer(text: str) -> int | str:

@@ -1,4 +1,4 @@
-"""The caches that are measured against each other, by name: one line each in ``METHODS``.
+"""The caches that are measured against each other, by name: one line each in ``METHODS``, and every scorer.
 
 mlx and mlx_lm load when the first cache is made, so that names and settings are checked before a model is.
 """
@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from h2o_core import H2OConfig
+from h2o_core.scorer import scorer_from, scorer_names
 
 Make = Callable[[Any, int, dict[str, Any], int], list[Any]]
 """(model, budget, settings, seed) to fresh caches, one a layer."""
@@ -26,6 +27,7 @@ class Method(NamedTuple):
     bounded: bool = True
     settings: bool = False  # fields of H2OConfig
     seeded: bool = False
+    scorer: str = "h2o"  # as scorer_from reads it
 
 
 def _full(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
@@ -90,7 +92,7 @@ class Variant:
     """A method with everything that it is run with.
 
     Args:
-        method: A name in ``METHODS``, or ``package.module:function``.
+        method: A name in ``METHODS``, a scorer such as ``"snapkv window=16"``, or ``package.module:function``.
         budget: Tokens per KV head; 0 for a method without one.
         settings: As ``settings_text`` writes them.
         seed: Of random numbers.
@@ -110,9 +112,10 @@ class Variant:
     @property
     def config(self) -> str:
         """Hash the whole configuration, so that rows measured under other defaults are not taken for this."""
-        if not method_of(self.method).settings:
+        method = method_of(self.method)
+        if not method.settings:
             return ""
-        config = H2OConfig(budget=self.budget, **settings_of(self.settings))
+        config = H2OConfig(budget=self.budget, scorer=scorer_from(method.scorer), **settings_of(self.settings))
         return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -128,21 +131,38 @@ class Variant:
 
 
 def method_of(name: str) -> Method:
-    """Find a method by its name, or import ``package.module:function``, a function of (model, budget).
+    """Find a method by its name, or a scorer's, or import ``package.module:function``, a function of (model, budget).
 
     Raises:
-        ValueError: There is no such method.
+        ValueError: There is no such method, or the scorer needs what is made from a prompt.
     """
     if name in METHODS:
         return METHODS[name]
+    if name.split()[:1] and name.split()[0] in scorer_names():
+        return _of_scorer(name)
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"no method {name!r}: there are {', '.join(METHODS)}, or package.module:function")
+        there = ", ".join(dict.fromkeys([*METHODS, *scorer_names()]))
+        raise ValueError(f"no method {name!r}: there are {there}, or package.module:function")
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"method {name!r} can't be imported: {error}") from error
     return Method(lambda model, budget, settings, seed: list(make(model, budget)))
+
+
+def _of_scorer(text: str) -> Method:
+    scorer = scorer_from(text)
+    if scorer.inputs:
+        raise ValueError(
+            f"method {text!r} needs {', '.join(sorted(scorer.inputs))}, which are made from a text of your choice: "
+            "name package.module:function, a function of (model, budget) that makes them with h2o_mlxlm.inputs"
+        )
+
+    def make(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
+        return _h2o(model, budget, settings | {"scorer": scorer}, seed)
+
+    return Method(make, settings=True, scorer=text)
 
 
 def variants(
@@ -194,7 +214,7 @@ def settings_of(text: str) -> dict[str, Any]:
     Raises:
         ValueError: A field is not known, or its value is of the wrong kind.
     """
-    hints = {name: hint for name, hint in get_type_hints(H2OConfig).items() if name != "budget"}
+    hints = {name: hint for name, hint in get_type_hints(H2OConfig).items() if name not in ("budget", "scorer")}
     values = {}
     for part in text.split():
         name, equals, value = part.partition("=")

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from h2o_core import H2OConfig, Mass
+from h2o_core import Evidence, H2OConfig, Mass
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_rope import Rotation
 
@@ -16,19 +16,26 @@ class RandomKVCache(H2OKVCache):
     brings it and 0 in every other, and there is no decay. Each KV head of each sequence draws for itself.
 
     Args:
-        config: What to keep, with ``decay=1``.
+        config: What to keep, with ``decay=1`` and the default scorer.
         scale: See ``H2OKVCache``.
         rotation: See ``H2OKVCache``.
         key: Of the random numbers.
+
+    Raises:
+        ValueError: Another scorer.
     """
 
     def __init__(self, config: H2OConfig, scale: float | None, rotation: Rotation | None, key: mx.array) -> None:
+        if not config.scorer.plain:
+            raise ValueError(
+                f"lots stand in for the mass of scorer='h2o', got scorer={config.scorer.name!r}: leave the scorer out"
+            )
         super().__init__(config, scale, rotation)
         self._key = key
 
-    def observe(self, mass: Mass) -> None:
+    def observe(self, mass: Mass | Evidence) -> None:
         """Put lots in place of the mass, decayed and total [B, H, M]."""
-        if self._open and self._mass is not None:
+        if isinstance(mass, Evidence) or (self._open and self._mass is not None):
             return  # layers that share a cache attend to it several times a call
         self._key, key = mx.random.split(self._key)
         shape = mass.decayed.shape
