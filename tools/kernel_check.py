@@ -120,7 +120,7 @@ def decode(head: Head, plan: Plan) -> Pairs:
     """h2o_decode, or with parts h2o_attend_part and h2o_decode_merge."""
     config, state = state_of(head, plan)
     ours, theirs = both(eviction.decode_step, h2o_core.decode_step, config, state, *rows(head, plan, 1))
-    return [(ours[0], theirs[0]), *zip(ours[1], theirs[1], strict=True), (ours[2], theirs[2])]
+    return [(ours[0], theirs[0]), *zip(ours[1][:4], theirs[1][:4], strict=True), (ours[2], theirs[2])]
 
 
 def attend_one(head: Head, plan: Plan) -> Pairs:
@@ -142,7 +142,7 @@ def select(head: Head, plan: Plan) -> Pairs:
     config, state = state_of(head, plan, tied=True)
     ours, theirs = both(eviction.evict, h2o_core.evict, config, state)
     one = both(eviction.victims, h2o_core.victims, config, state)
-    return [one, (ours[1], theirs[1]), *zip(ours[0], theirs[0], strict=True)]
+    return [one, (ours[1], theirs[1]), *zip(ours[0][:4], theirs[0][:4], strict=True)]
 
 
 def rotate(head: Head, plan: Plan) -> Pairs:

@@ -181,6 +181,8 @@ def test_a_client_that_hangs_up_frees_its_slot(running):
         messages=[{"role": "user", "content": "Tell me a story without end."}],
         stream=True,
         max_tokens=100_000,
+        # It must not end by itself before anybody looks.
+        logit_bias={str(token): -100 for token in responses.model_provider.tokenizer.eos_token_ids},
     )
     next(iter(stream))
     # The text comes from another thread than this one looks from.
