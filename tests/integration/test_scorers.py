@@ -11,7 +11,7 @@ from .conftest import texts
 
 # As many of its parameters as a short text needs to show them.
 SMALL = {"snapkv": "snapkv window=8", "morphkv": "morphkv window=8", "keyformer": "keyformer span=32"}
-PROMPT, BUDGET, STEPS = 60, 24, 5
+PROMPT, BUDGET, STEPS = 48, 20, 3
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,7 @@ def test_the_prompt_goes_on_in_the_same_message(run, file, going_on, prompts, ar
         (["--no-evict-during-prefill"], ["asks for evict_during_prefill=False", "evict_during_prefill=True"]),
         (["--positions", "rolling"], ["--positions asks for positions=rolling", "positions=original"]),
         (["--trained-length", "99"], ["--trained-length asks for trained_length=99", "trained_length=None"]),
+        (["--scorer", "l2norm"], ["--scorer asks for scorer=L2Norm", "made with scorer=H2O"]),
         (["--system-prompt", "Be brief."], ["--system-prompt can't be used with --prompt-cache-file"]),
         (["--prompt-cache-file", "/none/at/all"], ["--prompt-cache-file: there is no file /none/at/all"]),
         (["--prompt-cache-file", __file__], [__file__, "is no prompt cache of this model"]),
@@ -171,6 +172,13 @@ def test_the_prompt_goes_on_in_the_same_message(run, file, going_on, prompts, ar
 def test_what_contradicts_the_file_is_one_line(run, file, arguments, parts):
     assert run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *CACHE)[0] == 0
     assert_refused(run("generate", "--json", "--prompt-cache-file", file, *arguments), *parts)
+
+
+def test_a_scorers_arrays_go_on_from_the_file(run, file, going_on):
+    own = [*CACHE[:-2], "--scorer", "morphkv window=8"]
+    assert run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *own)[0] == 0
+    got = going_on(*own)
+    assert (got["config"]["scorer"]["name"], got["kept_tokens"]) == ("morphkv", 24)
 
 
 def test_flags_that_say_the_same_are_fine(run, file, going_on):
@@ -202,6 +210,7 @@ def test_a_batch_is_refused(run, file, tiny_folder):
     [
         (["--prompt", " "], ["the prompt is empty"]),
         (["--prompt", "hi", "--prompt-cache-file", "/none/a"], ["--prompt-cache-file: there is no folder /none"]),
+        (["--prompt", "hi", "--scorer", "kvzip"], ["--scorer kvzip needs reconstruction, which generate alone makes"]),
         (["--prompt", "hi", "--decay", "2"], ["decay must be in (0, 1]"]),
         (["--prompt", "hi", "--budget", "1KB"], ["bytes hold no token"]),
     ],

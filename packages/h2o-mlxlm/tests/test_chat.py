@@ -120,6 +120,7 @@ def test_flags_reach_the_answers(chat, turns):
     [
         (["--budget", "4"], "n_sink + grace must be below budget"),
         (["--max-kv-size", "4"], "--max-kv-size can't be used with an H2O cache"),
+        (["--scorer", "kvzip"], "--scorer kvzip needs reconstruction, which generate alone makes"),
         (["--pipeline"], "--pipeline can't be used with an H2O cache"),
         (["--system-prompt", "refuse"], "the model's chat template refuses these messages: no system"),
         (["--model", "/no/such/folder"], "no model folder at /no/such/folder"),

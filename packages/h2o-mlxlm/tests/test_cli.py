@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 
 import huggingface_hub.constants
@@ -13,6 +14,7 @@ import pytest
 
 import h2o_mlxlm
 from h2o_core import H2OConfig
+from h2o_core.scorer import scorer_from
 from h2o_mlxlm.cli import flags, loading, main
 
 SMALL = ["--budget", "24", "--n-sink", "2", "--grace", "4", "--max-tokens", "40"]
@@ -107,6 +109,12 @@ def assert_refused(result, *parts):
         (["--draft-model", "x", "--queries", "key"], ['rewind needs queries="true", got rewind=3']),
         (["--draft-model", "/no/such/folder"], ["no model folder at /no/such/folder"]),
         (["--queries", "both"], ["--queries", "'both'"]),
+        (["--scorer", "best"], ["--scorer: scorer must be one of 'cam'", "got 'best'"]),
+        (["--scorer", "snapkv window=0"], ["--scorer: window of scorer 'snapkv' must be between 1", "got 0"]),
+        (["--scorer", "snapkv widow=3"], ["--scorer: 'widow' is no parameter of scorer 'snapkv'", "window"]),
+        (["--scorer", "tova", "--decay", "0.9"], ["decay is for scorers that sum mass, and 'tova' does not"]),
+        (["--scorer", "cam", "--rewind", "2"], ["scorer 'cam' merges values", "got rewind=2"]),
+        (["--scorer", "tova", "--budget-shape", "adaptive"], ["heads=\"adaptive\" works with scorer='h2o' alone"]),
         (["--positions", "mixed"], ["--positions", "'mixed'"]),
         (["--temp", "-1"], ["--temp", "must be at least 0, got -1"]),
         (["--temp", "nan"], ["--temp", "got nan"]),
@@ -190,9 +198,9 @@ def test_a_budget_is_tokens_or_memory(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
-def filled(model, budget, rewind=0, **how):
+def filled(model, budget, rewind=0, scorer="h2o", **how):
     """Bytes of full caches of that budget."""
-    config = H2OConfig(budget=budget, n_sink=0, grace=0, rewind=rewind)
+    config = H2OConfig(budget=budget, n_sink=0, grace=0, rewind=rewind, scorer=scorer)
     caches = h2o_mlxlm.make_prompt_cache(model, config, **how)
     mx.eval(model(mx.zeros((1, budget + 3), mx.int32), cache=caches))
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
@@ -200,11 +208,15 @@ def filled(model, budget, rewind=0, **how):
 
 
 @pytest.mark.parametrize("n_bytes", [10_000.0, 33_333.0, 34_120.0])
-@pytest.mark.parametrize(("heads", "rewind"), [("equal", 0), ("adaptive", 0), ("equal", 3)])
-def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, heads, rewind):
+@pytest.mark.parametrize(
+    "manner", [{}, {"heads": "adaptive"}, {"rewind": 3}, {"scorer": scorer_from("snapkv window=40")}], ids=str
+)
+def test_a_memory_budget_is_the_largest_that_fits(make_model, n_bytes, manner):
     model = make_model()
-    tokens = loading.tokens_in([model], n_bytes, {"heads": heads}, rewind)
-    assert filled(model, tokens, rewind, heads=heads) <= n_bytes < filled(model, tokens + 1, rewind, heads=heads)
+    how = {"heads": manner.get("heads", "equal")}
+    config = {name: value for name, value in manner.items() if name != "heads"}
+    tokens = loading.tokens_in([model], n_bytes, how, **config)
+    assert filled(model, tokens, **manner) <= n_bytes < filled(model, tokens + 1, **manner)
 
 
 def test_a_memory_budget_is_for_the_draft_models_caches_too(make_model):
@@ -237,6 +249,19 @@ def test_json_is_one_object_with_the_issues_keys(report):
     # Two layers, keys and values, two heads of 16 float32.
     assert 0 < got["cache_bytes"] < got["full_cache_bytes"] == seen * 2 * 2 * 2 * 16 * 4
     assert H2OConfig(**got["config"]) == H2OConfig(budget=24, n_sink=2, grace=4)
+
+
+@pytest.mark.parametrize("scorer", ["snapkv window=8", "kvzip", "qfilters", "expected_attention"])
+def test_any_scorer_by_its_name_and_what_it_needs_from_the_prompt(report, scorer):
+    got = report("--prompt", LONG, *SMALL, "--scorer", scorer)
+    assert got["evictions"] > 0
+    assert got["config"]["scorer"] == asdict(scorer_from(scorer))
+
+
+def test_a_draft_models_scorer_gets_inputs_of_its_own(report, tiny_folder):
+    got = report("--prompt", LONG, *SMALL, "--scorer", "kvzip", "--draft-model", str(tiny_folder))
+    assert got["accepted_tokens"] > 0
+    assert got["config"]["scorer"]["name"] == "kvzip"
 
 
 def test_a_memory_budget_bounds_the_cache(report):

@@ -70,6 +70,17 @@ def test_loss_with_ragged_budgets(run, texts):
     assert held["pyramid"] == held["h2o"] == held["adaptive"] - 2 * 4
 
 
+def test_loss_with_scorers(run, texts):
+    arguments = ["--methods", "h2o", "tova", "snapkv window=4", "--budgets", "12", *SMALL]
+    code, out, _, rows, _ = run("loss", "--text", texts[0], *LOSS, *arguments)
+    assert code == 0
+    losses = {row["method"]: row["loss"] for row in rows}
+    assert list(losses) == ["h2o", "tova", "snapkv window=4"]
+    assert len(set(losses.values())) == 3
+    assert len({row["config"] for row in rows}) == 3
+    assert "snapkv window=4 grace=4 n_sink=2" in out
+
+
 def test_loss_with_lots_and_a_label(run, texts):
     arguments = ["--methods", "random", "--budgets", "12", *SMALL, "--seeds", "0", "1", "--label", "tried"]
     code, out, _, rows, told = run("loss", "--text", texts[0], *LOSS, *arguments)

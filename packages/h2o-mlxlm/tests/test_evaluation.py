@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import h2o_mlxlm
 from h2o_core import H2OConfig, Mass
+from h2o_core.scorer import scorer_from, scorer_names, scorer_of
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.evaluation import bootstrap, generation, loss, methods, retrieval, summary, variety, windows
 from h2o_mlxlm.evaluation.methods import Variant, settings_of, variants
@@ -124,9 +125,24 @@ def test_bad_settings_say_what_is_wrong(text, part):
         variants(["h2o"], [32], [text])
 
 
-@pytest.mark.parametrize("name", ["best", "no_such_module:f", "json:no_such_function"])
+def test_every_scorer_is_a_method(model):
+    (variant,) = variants(["morphkv window=5"], [32], [SMALL])
+    caches = variant.caches(model)
+    assert [c.config for c in caches] == [H2OConfig(32, n_sink=2, grace=4, scorer=scorer_from("morphkv window=5"))] * 2
+    assert variant.config != Variant("morphkv", 32, SMALL).config != Variant("h2o", 32, SMALL).config
+    for name in scorer_names():
+        if not scorer_of(name).inputs:
+            variants([name], [32], [SMALL])
+            continue
+        with pytest.raises(ValueError, match=f"method '{name}' needs .* made from a text of your choice"):
+            variants([name], [32], [SMALL])
+    with pytest.raises(ValueError, match="lots stand in for the mass of scorer='h2o', got scorer='tova'"):
+        RandomKVCache(H2OConfig(32, scorer="tova"), None, None, mx.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["best", "no_such_module:f", "json:no_such_function", "tova window=3", " "])
 def test_an_unknown_method_says_so(name):
-    with pytest.raises(ValueError, match="method"):
+    with pytest.raises(ValueError, match=r"method|no parameter of scorer 'tova'"):
         variants([name], [32])
 
 

@@ -50,6 +50,7 @@ def free_port():
         (["--positions", "auto"], "--positions auto is not for a server"),
         (["--budget", "4", "--grace", "3"], "n_sink + grace must be below budget"),
         (["--model", "/no/such/folder"], "no model folder at /no/such/folder"),
+        (["--scorer", "kvzip"], "--scorer kvzip needs reconstruction, which generate alone makes"),
         (["--port", "70000"], "must be between 0 and 65535, got 70000"),
         (["--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
         (["--prefill-step-size", "0"], "--prefill-step-size"),
