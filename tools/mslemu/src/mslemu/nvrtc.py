@@ -30,7 +30,11 @@ def folder() -> Path:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(next(folder().glob("lib/libnvrtc.so.*"))))
+    libraries = folder() / "lib"
+    # Some versions look for this one by its name alone, and not beside themselves.
+    for builtins in libraries.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(next(libraries.glob("libnvrtc.so.*"))))
 
 
 def _texts(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
