@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import mlx.core as mx
@@ -12,8 +13,9 @@ from mlx_lm.models.cache import KVCache
 import h2o_mlxlm.attention as hook
 from h2o_core import Recording, simulate
 from h2o_core.conformance import TOLERANCE, Head
-from h2o_core.scorer import scorer_from, scorer_names
+from h2o_core.scorer import Scorer, scorer_from, scorer_names
 from h2o_core.scorers.noise import uniform
+from h2o_core.scoring import scored
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, load_prompt_cache, make_prompt_cache, save_prompt_cache, uninstall
 from h2o_mlxlm.inputs import inputs_from
 
@@ -194,11 +196,14 @@ def test_requests_together_are_as_they_are_alone(name, model, given):
     together = [first.merge([first, second]) for first, second in zip(*alone[:2], strict=True)]
     for cache in together:
         cache.prepare(lengths=list(lengths), right_padding=[0, 11])
-    model(mx.array([texts[0][:20], texts[1][:9] + [0] * 11]), cache=together)
+    padded = mx.array([texts[0][:20], texts[1][:9] + [0] * 11])
+    # The second has nothing in the second call.
+    for part in (padded[:, :12], padded[:, 12:]):
+        model(part, cache=together)
     for cache in together:
         cache.finalize()
-    for caches, text, n in zip(alone, texts, (*lengths, 14), strict=True):
-        model(mx.array([text[:n]]), cache=caches)
+    for caches, text, calls in zip(alone, texts, ([12, 8], [9], [14]), strict=True):
+        fed(model, caches, text, calls)
     for cache, third in zip(together, copy.deepcopy(alone[2]), strict=True):
         cache.extend(third)
     at = [20, 9, 14]
@@ -215,6 +220,20 @@ def test_requests_together_are_as_they_are_alone(name, model, given):
         for cache, own in zip(together, alone[i], strict=True):
             check_like(cache.extract(row), own, rtol=1e-3, atol=1e-3)
             assert own.evictions > 0
+
+
+@pytest.mark.parametrize("name", ["snapkv", "by age"])
+def test_a_request_that_has_seen_nothing_joins(name, model):
+    alone = [make_prompt_cache(model, config(SCORERS[name])) for _ in range(2)]
+    texts = [tokens_of(40, key) for key in (1, 2)]
+    fed(model, alone[0], texts[0], [20])
+    together = [first.merge([first, second]) for first, second in zip(*alone, strict=True)]
+    model(mx.array([texts[0][20:27], texts[1][:7]]), cache=together)
+    fed(model, alone[0], texts[0][20:], [7])
+    fed(model, alone[1], texts[1], [7])
+    for row, caches in enumerate(alone):
+        for cache, own in zip(together, caches, strict=True):
+            check_like(cache.extract(row), own, rtol=1e-3, atol=1e-3)
 
 
 def test_requests_of_other_contexts_are_not_batched(model, given):
@@ -314,18 +333,35 @@ def test_what_looks_at_no_attention_needs_no_hook(name, watched):
 
 def test_mlxs_own_attention_does_for_it_where_that_is_faster(model, monkeypatch):
     tokens, chosen = tokens_of(30), config("keydiff")
-    logits = []
+    logits, plain, times = [], hook.plain_attention, []
+    monkeypatch.setattr(hook, "plain_attention", lambda *a, **k: (times.append(1), plain(*a, **k))[1])
     for on_cpu in (True, False):
         monkeypatch.setattr(hook, "_on_cpu", lambda on_cpu=on_cpu: on_cpu)
         caches = make_prompt_cache(model, chosen)
         fed(model, caches, tokens, [20, 1, 6, 1])
         logits.append(model(mx.array([tokens[28:29]]), cache=caches))
     assert mx.allclose(*logits, atol=1e-4)
+    # Both layers, the second time.
+    assert len(times) == 2 * 5
+
+
+@dataclass(frozen=True)
+class FirstNumbers(Scorer):
+    """Looks at values and makes nothing of their size."""
+
+    name: str = field(default="first numbers", init=False)
+
+    @property
+    def needs(self):
+        return frozenset({"mass", "values"})
+
+    def observe(self, config, state, evidence, n_tokens, lengths):
+        return scored(state, evidence.mass.total + evidence.values[..., 0], lengths)
 
 
 def test_a_steady_step_copies_no_buffer():
     """Evidence holds keys and values; it is gone before the next row is written."""
-    cache = H2OKVCache(H2OConfig(budget=2048, scorer="tova"))
+    cache = H2OKVCache(H2OConfig(budget=2048, scorer=FirstNumbers()))
     call = {n: [mx.random.normal((1, h, n, 64)) for h in (8, 8, 8)] for n in (2100, 1)}
 
     def attend(n):
@@ -341,6 +377,7 @@ def test_a_steady_step_copies_no_buffer():
     mx.reset_peak_memory()
     for _ in range(5):
         attend(1)
+        assert cache._evidence is None
     assert mx.get_peak_memory() - before < cache.keys.nbytes / 4
 
 
@@ -366,6 +403,10 @@ def test_a_steady_step_copies_no_buffer():
         (
             lambda m: make_prompt_cache(gemma(), config("keydiff", rewind=2)),
             "rewind=2 hands a layer's call over",
+        ),
+        (
+            lambda m: make_prompt_cache(m, config("h2o"), heads="adaptive", inputs=[{"filters": mx.ones(1)}] * 2),
+            "scorer 'h2o' takes no input filters: it takes none",
         ),
     ],
 )
