@@ -95,7 +95,7 @@ def check_scorer(model: nn.Module, config: H2OConfig, own: list[Any], hooked: bo
             f'the layers of {name_of(model)} attend with code of their own, so queries="true" can\'t see their '
             f'attention: use H2OConfig(queries="key"){also}'
         )
-    if not scorer.plain and len(own) < len(model.layers):
+    if not scorer.plain and len(own) != len(model.layers):
         raise ValueError(
             f"scorer {scorer.name!r} takes one attention a call, but {name_of(model)} attends to keys of one layer in "
             "several: use scorer='h2o' with this model"
