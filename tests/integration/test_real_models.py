@@ -15,17 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
 from h2o_mlxlm import H2OConfig, install, make_prompt_cache, uninstall
 
-from .conftest import MISTRAL, texts
+from .conftest import MISTRAL, prompt_of, texts
 
-QUESTION = "Explain photosynthesis, step by step, and where each step occurs in the cell."
 UNIGRAM = 5.55  # loss on scripture.txt of the best guess that looks at nothing, in the small model's tokens
-VERSE = "And it came to pass after these things, that the king of Israel spake unto the people of the land, saying,"
-
-
-def prompt_of(model):
-    """A question for a model that answers; the small one goes on with a verse."""
-    message = {"role": "user", "content": VERSE if model.name == "mistral" else QUESTION}
-    return mx.array(model.tokenizer.apply_chat_template([message], add_generation_prompt=True))
 
 
 def generated(model, prompt, n, **settings):
