@@ -1,4 +1,4 @@
-"""Quantised rows in the real model: what they cost beside plain ones, on text, past the budget."""
+"""Quantised rows in the real models: what they cost beside plain ones, on text, past the budget."""
 
 import mlx.core as mx
 import pytest
@@ -10,15 +10,15 @@ from .conftest import texts
 BUDGET, CONTEXT, SCORED = 64, 160, 24
 
 
-def lost(llama, **how):
+def lost(model, **how):
     """Mean loss of the scored tokens over all texts, one token a call, and bytes held."""
-    rows = mx.array([llama.tokenizer.encode(text)[: CONTEXT + SCORED + 1] for text in texts().values()])
-    caches = make_prompt_cache(llama.model, H2OConfig(budget=BUDGET), **how)
-    llama.model.model(rows[:, :CONTEXT], cache=caches)
+    rows = mx.array([model.tokenizer.encode(text)[: CONTEXT + SCORED + 1] for text in texts().values()])
+    caches = make_prompt_cache(model.model, H2OConfig(budget=BUDGET), **how)
+    model.model.model(rows[:, :CONTEXT], cache=caches)
     mx.eval([c.state for c in caches])
     losses = []
     for at in range(CONTEXT, CONTEXT + SCORED):
-        logits = llama.model(rows[:, at : at + 1], cache=caches)[:, 0]
+        logits = model.model(rows[:, at : at + 1], cache=caches)[:, 0]
         losses.append(mx.logsumexp(logits, -1) - mx.take_along_axis(logits, rows[:, at + 1, None], -1)[:, 0])
         mx.eval(losses[-1])
     assert all(type(c) is H2OKVCache and c.tokens_kept == BUDGET for c in caches)
@@ -27,8 +27,8 @@ def lost(llama, **how):
 
 
 @pytest.fixture(scope="module")
-def plain(llama):
-    return lost(llama)
+def plain(model):
+    return lost(model)
 
 
 # The loss of the same budget in float32, and bytes beside it.
@@ -40,8 +40,8 @@ def plain(llama):
     ],
     ids=["8 bits", "kivi"],
 )
-def test_loss_is_close_to_that_of_plain_rows(llama, plain, how, more, share):
-    loss, held = lost(llama, **how)
+def test_loss_is_close_to_that_of_plain_rows(model, plain, how, more, share):
+    loss, held = lost(model, **how)
     print(how, loss - plain[0], held / plain[1])
     assert abs(loss - plain[0]) < more
     assert held < share * plain[1]

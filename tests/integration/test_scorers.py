@@ -17,7 +17,7 @@ PROMPT, BUDGET, STEPS = 48, 20, 3
 @pytest.fixture(scope="module")
 def generated(model):
     """Greedy tokens and the caches after them, by scorer; each once."""
-    tokens = model.tokenizer.encode(texts()["prose"])[:PROMPT]
+    tokens = model.tokenizer.encode(texts()["prose"][:1000])[:PROMPT]
     made = {}
 
     def generated(scorer):
