@@ -57,3 +57,22 @@ def prompt_of(model, question=QUESTION):
 def texts():
     """The tuning texts, six kinds: the held-out ones are for ``eval``."""
     return {path.stem: path.read_text() for path in sorted(TEXTS.glob("*.txt"))}
+
+
+def windows(model, length):
+    """The beginning of each text, and 24 places in the one kind that the small model knows: [rows, length]."""
+    if model.name == "mistral":
+        tokens = model.tokenizer.encode(texts()["scripture"])
+        return mx.array(tokens[: 24 * length]).reshape(24, length)
+    rows = [model.tokenizer.encode(text)[:length] for text in texts().values()]
+    assert {len(row) for row in rows} == {length}
+    return mx.array(rows)
+
+
+def least_variety(row, window=100, n=4):
+    """The smallest share of distinct n-grams over all windows of the text."""
+    shares = []
+    for start in range(len(row) - window + 1):
+        grams = [tuple(row[i : i + n]) for i in range(start, start + window - n + 1)]
+        shares.append(len(set(grams)) / len(grams))
+    return min(shares)

@@ -1,4 +1,4 @@
-"""The server with the real model and the openai client: conversations side by side, and what they may cost."""
+"""The server with the real models and the openai client: conversations side by side, and what they may cost."""
 
 import copy
 import re
@@ -20,9 +20,9 @@ from h2o_mlxlm import H2OKVCache
 from h2o_mlxlm.cli import flags, server
 from h2o_mlxlm.cli.serving import start
 
+from .conftest import MODELS, VERSE
+
 BUDGET, TOKENS = 32, 6
-# SmolLM2: layers, heads, and a slot's float32 key and value of width 64, score, total and position.
-SLOT = 30 * 3 * (2 * 64 + 3) * 4
 # How far apart a log probability of the same token may lie, alone and in a batch.
 LOGPROB = 1e-3
 TOPICS = ["rivers", "lighthouses", "bread", "chess", "volcanoes", "violins", "bees", "glaciers"]
@@ -32,7 +32,9 @@ TURNS = ["Tell me something about {}.", "Why is that so?", "Name one more fact a
 class Seen:
     """What was held after each step of a batch, looked at in the thread that runs it."""
 
-    def __init__(self):
+    def __init__(self, args):
+        # A slot of every layer and head: float32 key and value, score, total and position.
+        self.slot = args.num_hidden_layers * args.num_key_value_heads * (2 * args.head_dim + 3) * 4
         self.kinds, self.most, self.kept, self.evicted, self.scores_were_there = set(), 0, 0, 0, True
         self.generator = None
 
@@ -44,7 +46,7 @@ class Seen:
             self.kinds |= {type(c) for c in held}
             if not held:
                 continue
-            assert sum(c.nbytes for c in held) <= len(batch) * ((BUDGET + 1) * SLOT + 1000)
+            assert sum(c.nbytes for c in held) <= len(batch) * ((BUDGET + 1) * self.slot + 1000)
             self.kept = max(self.kept, *(c.size() for c in held))
             self.evicted = max(self.evicted, mx.array(held[0].evictions).max().item())
             last = held[-1]
@@ -53,13 +55,15 @@ class Seen:
                 self.scores_were_there &= (sums > 0).all().item()
 
 
-@pytest.fixture(scope="module")
-def running():
-    """The server's thread, a client, and what was seen."""
+@pytest.fixture(scope="module", params=MODELS)
+def running(request):
+    """For each of the models, loaded by the server itself: the server's thread, a client, and what was seen."""
     commands = flags.Parser(prog="h2o-mlxlm").add_subparsers(parser_class=flags.Parser)
     server.add_to(commands)
     line = ["--budget", str(BUDGET), "--max-tokens", str(TOKENS), "--prompt-cache-size", "100"]
-    responses, seen, step = start(commands.choices["server"].parse_args(line)), Seen(), BatchGenerator._next
+    line += ["--model", MODELS[request.param]] if MODELS[request.param] else []
+    responses, step = start(commands.choices["server"].parse_args(line)), BatchGenerator._next
+    seen = Seen(responses.model_provider.model.args)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(APIHandler, responses, system_fingerprint="test"))
     Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}).start()
 
@@ -83,11 +87,11 @@ def running():
         responses.stop_and_join()
 
 
-def converse(client, topic):
-    """Three turns, each with all that was said before: the answers, and the two likeliest tokens at each step."""
+def converse(client, topic, opening=""):
+    """Three turns after some opening words, each with all that was said before: the answers, and the two likeliest tokens at each step."""
     messages, answers = [], []
     for turn in TURNS:
-        messages.append({"role": "user", "content": turn.format(topic)})
+        messages.append({"role": "user", "content": opening * (turn == TURNS[0]) + turn.format(topic)})
         got = client.chat.completions.create(
             model="default_model", messages=messages, temperature=0, logprobs=True, top_logprobs=2
         )
@@ -123,7 +127,7 @@ def test_eight_conversations_of_three_turns(running):
     assert seen.scores_were_there
     # Two caches a turn, before its last token and after its answer, none of more than the budget.
     assert len(store) <= 2 * len(TOPICS) * len(TURNS)
-    assert store.nbytes <= len(store) * ((BUDGET + 1) * SLOT + 1000)
+    assert store.nbytes <= len(store) * ((BUDGET + 1) * seen.slot + 1000)
     for turn in (1, 2):
         assert all(answers[turn][2].prompt_tokens_details.cached_tokens > BUDGET for answers in together)
 
@@ -195,6 +199,7 @@ def test_a_client_that_hangs_up_frees_its_slot(running):
 
 
 def test_a_chat_is_coherent_far_past_the_budget():
+    # SmolLM2 alone: the small model has never seen a chat.
     lines = ["My name is Anna and I live in Norway.", "Name one large city in that country.", "What is 2 + 2?"]
     command = [sys.executable, "-m", "h2o_mlxlm", "chat", "--budget", "64", "--max-tokens", "24"]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)

@@ -9,8 +9,6 @@ from mlx_lm.generate import generate_step
 
 from h2o_mlxlm import H2OConfig, make_prompt_cache
 
-from .conftest import prompt_of
-
 N_DRAFT, N_TOKENS = 3, 24
 
 
@@ -25,7 +23,8 @@ def draft(model):
 
 
 def test_a_draft_changes_no_token_past_the_budget(model, draft):
-    prompt = prompt_of(model, "Explain photosynthesis, step by step.")
+    question = [{"role": "user", "content": "Explain photosynthesis, step by step."}]
+    prompt = mx.array(model.tokenizer.apply_chat_template(question, add_generation_prompt=True))
     config = H2OConfig(budget=24, rewind=N_DRAFT)
     caches = make_prompt_cache(model.model, config)
     expected, leads = [], []
