@@ -48,9 +48,9 @@ def mistral():
     return loaded("mistral")
 
 
-def prompt_of(model, question=QUESTION):
+def prompt_of(model):
     """A question for a model that answers, int32 [tokens]; the small one goes on with a verse."""
-    message = {"role": "user", "content": VERSE if model.name == "mistral" else question}
+    message = {"role": "user", "content": VERSE if model.name == "mistral" else QUESTION}
     return mx.array(model.tokenizer.apply_chat_template([message], add_generation_prompt=True))
 
 

@@ -112,14 +112,17 @@ def test_two_threads_do_not_mix(model):
         assert list(pool.map(run, (0, 5))) == expected
 
 
+def prose(model, n):
+    return mx.array(model.tokenizer.encode(texts()["prose"][:2000])[:n])
+
+
 @pytest.mark.parametrize("shape", ["pyramid", "adaptive"])
 def test_ragged_budgets_add_up(model, shape):
     config, n_heads = H2OConfig(budget=64), model.model.args.num_key_value_heads
     n_layers = bounded_layers(model.model)
     given = pyramid(config, n_layers) if shape == "pyramid" else config
     caches = make_prompt_cache(model.model, given, heads="adaptive" if shape == "adaptive" else "equal")
-    prompt = mx.array(model.tokenizer.encode(texts()["prose"][:2000])[:150])
-    new = generated(model, prompt, 24, prompt_cache=caches)
+    new = generated(model, prose(model, 150), 24, prompt_cache=caches)
     print(model.tokenizer.decode(new))
     assert len(new) == 24
     if model.name == "smollm2":  # the small one repeats itself with any cache
@@ -138,8 +141,7 @@ def test_ragged_budgets_add_up(model, shape):
 def test_kernels_give_the_references_tokens(model, monkeypatch):
     """The text of the Metal kernels, on the emulator: one launch a layer and decode step."""
     monkeypatch.setattr(h2o_metal.kernel, "builder", mslemu.metal_kernel)
-    prompt = prompt_of(model, "Name the capital of France.")
-    tokens = {}
+    prompt, tokens = prose(model, 40), {}
     for backend in ("reference", "metal"):
         caches = make_prompt_cache(model.model, H2OConfig(budget=24), backend=backend)
         with launches() as ran:
