@@ -1,4 +1,4 @@
-"""The real model in batches: each request gets the tokens that it gets alone, and each head keeps the same."""
+"""The real models in batches: each request gets the tokens that it gets alone, and each head keeps the same."""
 
 import copy
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from h2o_core.conformance import TOLERANCE, Row, same_choice
 from h2o_mlxlm import H2OConfig, H2OKVCache, install, make_prompt_cache, uninstall
 
-CONFIG = H2OConfig(budget=64)
 STEP = 32
 # How far apart the same token's log probability may lie: sums in float32 through 30 layers, in another order.
 LOGPROB = 1e-3
@@ -39,6 +38,12 @@ class Look(NamedTuple):
     totals: np.ndarray
 
 
+def config_for(tokenizer):
+    """64 tokens a head; fewer where a tokenizer's requests are so short that one would not go far past that."""
+    shortest = min(len(p) + n for p, (_, n) in zip(prompts(tokenizer), REQUESTS, strict=True))
+    return H2OConfig(budget=min(64, shortest - 10))
+
+
 def prompts(tokenizer):
     messages = [[{"role": "user", "content": text}] for text, _ in REQUESTS]
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True) for m in messages]
@@ -52,7 +57,7 @@ def looks(caches, tokens, logprobs):
     mx.eval(arrays)
     arrays = [np.array(x) for x in arrays]
     seen, kept = (np.broadcast_to(np.array(x), len(tokens)) for x in (copies[0].tokens_seen, copies[0].tokens_kept))
-    assert kept.max() <= CONFIG.budget
+    assert kept.max() <= copies[0].config.budget
     return [
         Look(token, np.array(logprobs[i]), int(seen[i]), *(x[i, ..., : kept[i]] for x in arrays))
         for i, token in enumerate(tokens)
@@ -60,15 +65,17 @@ def looks(caches, tokens, logprobs):
 
 
 @pytest.fixture(scope="module")
-def alone(llama):
+def alone(model):
     """Each request by itself: its looks, from the prompt's last token on."""
+    config = config_for(model.tokenizer)
     return [
-        run_alone(llama.model, prompt, n) for prompt, (_, n) in zip(prompts(llama.tokenizer), REQUESTS, strict=True)
+        run_alone(model.model, prompt, n, config)
+        for prompt, (_, n) in zip(prompts(model.tokenizer), REQUESTS, strict=True)
     ]
 
 
-def run_alone(model, prompt, n):
-    caches, found = make_prompt_cache(model, CONFIG), []
+def run_alone(model, prompt, n, config):
+    caches, found = make_prompt_cache(model, config), []
     for at in range(0, len(prompt) - 1, STEP):
         model(mx.array([prompt[at : min(at + STEP, len(prompt) - 1)]]), cache=caches)
         mx.eval([c.state for c in caches])
@@ -81,7 +88,7 @@ def run_alone(model, prompt, n):
 
 
 @pytest.fixture
-def together(llama, monkeypatch):
+def together(model, monkeypatch):
     """The looks at every sequence that runs in a batch, by its number."""
     found, step = {}, GenerationBatch._step
 
@@ -92,9 +99,9 @@ def together(llama, monkeypatch):
         return tokens, logprobs
 
     monkeypatch.setattr(GenerationBatch, "_step", watched)
-    install(llama.model, CONFIG)
+    install(model.model, config_for(model.tokenizer))
     yield found
-    uninstall(llama.model)
+    uninstall(model.model)
 
 
 def check(ours, theirs, name):
@@ -128,42 +135,42 @@ def same_head(a, b, layer, head):
     return ours == theirs
 
 
-def check_all(together, alone, many):
+def check_all(together, alone, many, budget):
     for i, n in enumerate(many):
         # The prompt's last token, and each of the answer.
         assert len(together[i]) == n + 1
         compared = check(together[i], alone[i], f"request {i}")
         # A near-tie on another machine may end it early, but not before anything has gone.
-        assert alone[i][compared - 1].seen > CONFIG.budget + 5
+        assert alone[i][compared - 1].seen > budget + 5
 
 
-def test_batch_generate(llama, alone, together):
-    many = [n for _, n in REQUESTS]
+def test_batch_generate(model, alone, together):
+    many, budget = [n for _, n in REQUESTS], config_for(model.tokenizer).budget
     results = batch_generate(
-        llama.model,
-        llama.tokenizer,
-        prompts(llama.tokenizer),
+        model.model,
+        model.tokenizer,
+        prompts(model.tokenizer),
         max_tokens=many,
         return_token_ids=True,
         return_prompt_caches=True,
         prefill_step_size=STEP,
     )
-    check_all(together, alone, many)
+    check_all(together, alone, many, budget)
     for i, caches in enumerate(results.caches):
         assert results.token_ids[i] == [look.token for look in together[i][1:]]
         last = together[i][-1]
         for layer, cache in enumerate(caches):
-            assert (cache.tokens_seen, cache.tokens_kept) == (last.seen, 64)
-            assert cache.evictions == last.seen - 64 > 0
+            assert (cache.tokens_seen, cache.tokens_kept) == (last.seen, budget)
+            assert cache.evictions == last.seen - budget > 0
             assert np.array_equal(cache.kept_positions[0], last.positions[layer])
             assert np.array_equal(cache.scores[0], last.scores[layer])
             # Every query gives each head 1 in all; what has gone took its part along.
             assert ((cache.totals > 0) & (cache.totals.sum(axis=-1, keepdims=True) <= last.seen + 1e-3)).all()
 
 
-def test_requests_that_join_and_leave(llama, alone, together):
-    generator = BatchGenerator(llama.model, prefill_step_size=STEP, prefill_batch_size=2)
-    tokens, many = prompts(llama.tokenizer), [n for _, n in REQUESTS]
+def test_requests_that_join_and_leave(model, alone, together):
+    generator = BatchGenerator(model.model, prefill_step_size=STEP, prefill_batch_size=2)
+    tokens, many = prompts(model.tokenizer), [n for _, n in REQUESTS]
     generator.insert(tokens[:2], max_tokens=many[:2])
     for step in range(200):
         if step == 8:
@@ -176,5 +183,5 @@ def test_requests_that_join_and_leave(llama, alone, together):
     # The batch is a token ahead of what it has given out.
     many[1] = len(together[1]) - 1
     assert 20 <= many[1] < REQUESTS[1][1]
-    check_all(together, alone, many)
+    check_all(together, alone, many, config_for(model.tokenizer).budget)
     assert np.array_equal(caches[-1].kept_positions[0], together[1][-1].positions[-1])

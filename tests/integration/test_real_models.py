@@ -1,4 +1,5 @@
-"""What holds for every real model: the full cache's text, loss between full and recency, embeddings, threads."""
+"""What holds for every real model: the full cache's text, loss between full and recency, embeddings, threads, ragged budgets,
+kernels."""
 
 import os
 import re
@@ -6,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import mlx.core as mx
 import pytest
@@ -13,19 +15,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as plain_cache
 
-from h2o_mlxlm import H2OConfig, install, make_prompt_cache, uninstall
+import h2o_metal.kernel
+import mslemu
+from h2o_metal.kernel import launches
+from h2o_mlxlm import H2OConfig, bounded_layers, install, make_prompt_cache, pyramid, uninstall
 
-from .conftest import MISTRAL, texts
+from .conftest import MISTRAL, least_variety, prompt_of, texts, windows
 
-QUESTION = "Explain photosynthesis, step by step, and where each step occurs in the cell."
 UNIGRAM = 5.55  # loss on scripture.txt of the best guess that looks at nothing, in the small model's tokens
-VERSE = "And it came to pass after these things, that the king of Israel spake unto the people of the land, saying,"
-
-
-def prompt_of(model):
-    """A question for a model that answers; the small one goes on with a verse."""
-    message = {"role": "user", "content": VERSE if model.name == "mistral" else QUESTION}
-    return mx.array(model.tokenizer.apply_chat_template([message], add_generation_prompt=True))
 
 
 def generated(model, prompt, n, **settings):
@@ -51,20 +48,10 @@ def sizes(model):
     return context, context // 8, context // 8
 
 
-def windows(model):
-    """The beginning of each text, and 24 places in the one kind that the small model knows: [rows, tokens]."""
-    length = sum(sizes(model)[:2]) + 1
-    if model.name == "mistral":
-        tokens = model.tokenizer.encode(texts()["scripture"])
-        return mx.array(tokens[: 24 * length]).reshape(24, length)
-    rows = [model.tokenizer.encode(text)[:length] for text in texts().values()]
-    assert {len(row) for row in rows} == {length}
-    return mx.array(rows)
-
-
 def losses(model, caches, one_by_one=True):
     """Mean loss of the scored tokens of each text, in nats, fed one token per call."""
-    rows, (context, scored, _) = windows(model), sizes(model)
+    context, scored, _ = sizes(model)
+    rows = windows(model, context + scored + 1)
     for start in range(0, context, 512):
         model.model.model(rows[:, start : min(start + 512, context)], cache=caches)  # without logits, half the work
         mx.eval([c.state for c in caches])
@@ -123,6 +110,52 @@ def test_two_threads_do_not_mix(model):
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, (0, 5))) == expected
+
+
+def prose(model, n):
+    return mx.array(model.tokenizer.encode(texts()["prose"][:2000])[:n])
+
+
+@pytest.mark.parametrize("shape", ["pyramid", "adaptive"])
+def test_ragged_budgets_add_up(model, shape):
+    config, n_heads = H2OConfig(budget=64), model.model.args.num_key_value_heads
+    n_layers = bounded_layers(model.model)
+    given = pyramid(config, n_layers) if shape == "pyramid" else config
+    caches = make_prompt_cache(model.model, given, heads="adaptive" if shape == "adaptive" else "equal")
+    new = generated(model, prose(model, 150), 24, prompt_cache=caches)
+    print(model.tokenizer.decode(new))
+    assert len(new) == 24
+    if model.name == "smollm2":  # the small one repeats itself with any cache
+        assert least_variety(new, window=24) >= 0.5
+    held = [(c.kept_positions[0] >= 0).sum(axis=-1).tolist() for c in caches]
+    assert sum(map(sum, held)) == n_layers * n_heads * 64
+    assert all(c.tokens_seen >= 173 for c in caches)
+    if shape == "adaptive":
+        assert {sum(heads) for heads in held} == {n_heads * 64}
+        assert sum(len(set(heads)) > 1 for heads in held) > n_layers / 2
+    else:
+        assert held == sorted(held, reverse=True)
+        assert held[0][0] > 1.5 * held[-1][0]
+
+
+def test_kernels_give_the_references_tokens(model, monkeypatch):
+    """The text of the Metal kernels, on the emulator: one launch a layer and decode step."""
+    monkeypatch.setattr(h2o_metal.kernel, "builder", mslemu.metal_kernel)
+    prompt, tokens = prose(model, 40), {}
+    for backend in ("reference", "metal"):
+        caches = make_prompt_cache(model.model, H2OConfig(budget=24), backend=backend)
+        with launches() as ran:
+            steps = generate_step(prompt, model.model, max_tokens=8, prompt_cache=caches)
+            tokens[backend] = [int(token) for token, _ in islice(steps, 4)]
+        assert caches[0].evictions >= 15
+    assert tokens["metal"] == tokens["reference"]
+    n_layers = len(caches)
+    assert {name: ran.count(name) / n_layers for name in set(ran)} == {
+        "h2o_softmax_rows": 1,
+        "h2o_column_mass": 1,
+        "h2o_evict": 1,
+        "h2o_decode": caches[0].tokens_seen - (len(prompt) - 1),
+    }
 
 
 def test_the_small_model_writes_like_its_book(mistral):

@@ -1,4 +1,4 @@
-"""The server with the real model and the openai client: conversations side by side, and what they may cost."""
+"""The server with the real models and the openai client: conversations side by side, and what they may cost."""
 
 import copy
 import re
@@ -20,19 +20,23 @@ from h2o_mlxlm import H2OKVCache
 from h2o_mlxlm.cli import flags, server
 from h2o_mlxlm.cli.serving import start
 
+from .conftest import MODELS, VERSE
+
 BUDGET, TOKENS = 32, 6
-# SmolLM2: layers, heads, and a slot's float32 key and value of width 64, score, total and position.
-SLOT = 30 * 3 * (2 * 64 + 3) * 4
 # How far apart a log probability of the same token may lie, alone and in a batch.
 LOGPROB = 1e-3
 TOPICS = ["rivers", "lighthouses", "bread", "chess", "volcanoes", "violins", "bees", "glaciers"]
-TURNS = ["Tell me something about {}.", "Why is that so?", "Name one more fact about {} and say who found it."]
+TURNS = ["{opening}Tell me something about {}.", "Why is that so?", "Name one more fact about {} and say who found it."]
 
 
 class Seen:
     """What was held after each step of a batch, looked at in the thread that runs it."""
 
-    def __init__(self):
+    def __init__(self, provider):
+        # Taken now: a request that is refused leaves the provider without a model until the next.
+        args, self.ends = provider.model.args, provider.tokenizer.eos_token_ids
+        # A slot of every layer and head: float32 key and value, score, total and position.
+        self.slot = args.num_hidden_layers * args.num_key_value_heads * (2 * args.head_dim + 3) * 4
         self.kinds, self.most, self.kept, self.evicted, self.scores_were_there = set(), 0, 0, 0, True
         self.generator = None
 
@@ -44,7 +48,7 @@ class Seen:
             self.kinds |= {type(c) for c in held}
             if not held:
                 continue
-            assert sum(c.nbytes for c in held) <= len(batch) * ((BUDGET + 1) * SLOT + 1000)
+            assert sum(c.nbytes for c in held) <= len(batch) * ((BUDGET + 1) * self.slot + 1000)
             self.kept = max(self.kept, *(c.size() for c in held))
             self.evicted = max(self.evicted, mx.array(held[0].evictions).max().item())
             last = held[-1]
@@ -53,13 +57,15 @@ class Seen:
                 self.scores_were_there &= (sums > 0).all().item()
 
 
-@pytest.fixture(scope="module")
-def running():
-    """The server's thread, a client, and what was seen."""
+@pytest.fixture(scope="module", params=MODELS)
+def running(request):
+    """For each of the models, loaded by the server itself: the server's thread, a client, and what was seen."""
     commands = flags.Parser(prog="h2o-mlxlm").add_subparsers(parser_class=flags.Parser)
     server.add_to(commands)
     line = ["--budget", str(BUDGET), "--max-tokens", str(TOKENS), "--prompt-cache-size", "100"]
-    responses, seen, step = start(commands.choices["server"].parse_args(line)), Seen(), BatchGenerator._next
+    line += ["--model", MODELS[request.param]] if MODELS[request.param] else []
+    responses, step = start(commands.choices["server"].parse_args(line)), BatchGenerator._next
+    seen = Seen(responses.model_provider)
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(APIHandler, responses, system_fingerprint="test"))
     Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}).start()
 
@@ -83,11 +89,11 @@ def running():
         responses.stop_and_join()
 
 
-def converse(client, topic):
-    """Three turns, each with all that was said before: the answers, and the two likeliest tokens at each step."""
+def converse(client, opening, topic):
+    """Three turns, the opening before the first, each with all that was said before: the answers, and the two likeliest tokens at each step."""
     messages, answers = [], []
     for turn in TURNS:
-        messages.append({"role": "user", "content": turn.format(topic)})
+        messages.append({"role": "user", "content": turn.format(topic, opening=opening)})
         got = client.chat.completions.create(
             model="default_model", messages=messages, temperature=0, logprobs=True, top_logprobs=2
         )
@@ -113,9 +119,11 @@ def equal_or_tied(topic, ours, theirs):
 
 def test_eight_conversations_of_three_turns(running):
     responses, client, seen = running
+    # The small model's template adds nothing, and its first turn has to be longer than the budget too.
+    talk = partial(converse, client, f"{VERSE} " if responses.cli_args.model == MODELS["mistral"] else "")
     store = responses.prompt_cache
     with ThreadPoolExecutor(len(TOPICS)) as pool:
-        together = list(pool.map(partial(converse, client), TOPICS))
+        together = list(pool.map(talk, TOPICS))
     assert seen.kinds == {H2OKVCache}
     assert seen.most > 2  # they did run together
     assert seen.kept == BUDGET
@@ -123,7 +131,7 @@ def test_eight_conversations_of_three_turns(running):
     assert seen.scores_were_there
     # Two caches a turn, before its last token and after its answer, none of more than the budget.
     assert len(store) <= 2 * len(TOPICS) * len(TURNS)
-    assert store.nbytes <= len(store) * ((BUDGET + 1) * SLOT + 1000)
+    assert store.nbytes <= len(store) * ((BUDGET + 1) * seen.slot + 1000)
     for turn in (1, 2):
         assert all(answers[turn][2].prompt_tokens_details.cached_tokens > BUDGET for answers in together)
 
@@ -131,7 +139,7 @@ def test_eight_conversations_of_three_turns(running):
     equal = 0
     for topic, ours in zip(TOPICS, together, strict=True):
         print(topic, [text for text, *_ in ours])
-        theirs = converse(client, topic)
+        theirs = talk(topic)
         equal += all(equal_or_tied(topic, a, b) for a, b in zip(ours, theirs, strict=True))
     assert equal >= len(TOPICS) - 2
 
@@ -182,7 +190,7 @@ def test_a_client_that_hangs_up_frees_its_slot(running):
         stream=True,
         max_tokens=100_000,
         # It must not end by itself before anybody looks.
-        logit_bias={str(token): -100 for token in responses.model_provider.tokenizer.eos_token_ids},
+        logit_bias={str(token): -100 for token in seen.ends},
     )
     next(iter(stream))
     # The text comes from another thread than this one looks from.
@@ -195,6 +203,7 @@ def test_a_client_that_hangs_up_frees_its_slot(running):
 
 
 def test_a_chat_is_coherent_far_past_the_budget():
+    # SmolLM2 alone: the small model has never seen a chat.
     lines = ["My name is Anna and I live in Norway.", "Name one large city in that country.", "What is 2 + 2?"]
     command = [sys.executable, "-m", "h2o_mlxlm", "chat", "--budget", "64", "--max-tokens", "24"]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)
