@@ -28,6 +28,12 @@ def merged():
     return fed(batch, 2, batch=2)
 
 
+def taken_back():
+    cache = fed(H2OKVCache(H2OConfig(budget=6, n_sink=1, grace=2, rewind=3)), 9)
+    cache.trim(3)
+    return cache
+
+
 CACHES = {
     "fresh": lambda: H2OKVCache(SMALL),
     "some": lambda: fed(H2OKVCache(SMALL), 3, batch=2),
@@ -38,6 +44,9 @@ CACHES = {
     ),
     "held": lambda: fed(H2OKVCache(H2OConfig(budget=6, n_sink=1, grace=2, evict_during_prefill=False)), 9),
     "batch": merged,
+    # Shorter than what counts as one call, and than a call whose tokens have been taken back.
+    "few": lambda: fed(H2OKVCache(H2OConfig(budget=6, n_sink=1, grace=2, rewind=3)), 2),
+    "taken back": taken_back,
 }
 
 

@@ -132,8 +132,11 @@ def forms(kv_bits: int | Pair | None, kv_group_size: int | Pair, kv_quantizer: s
             "kv_bits=8 or 4 as well"
         )
     keys, values = (
-        RowForm(bits, size)
-        if bits is None or kv_quantizer == "per_token"
+        # One that groups nothing is the same whatever their size.
+        RowForm()
+        if bits is None
+        else RowForm(bits, size)
+        if kv_quantizer == "per_token"
         else BlockForm(bits, size, per_channel, kv_quantizer == "gear")
         for bits, size, per_channel in zip(*pairs, (True, False), strict=True)
     )

@@ -126,7 +126,10 @@ def _settings_of_all(cache: Sequence[Any]) -> tuple[H2OConfig, dict[str, Any]]:
     ours = [c for c in cache if isinstance(c, H2OKVCache)]
     if not ours or any(_settings(c) != _settings(ours[0]) for c in ours):
         n = len({(c.config, str(c.storage)) for c in ours})
-        raise ValueError(f"a file of caches has one H2OConfig, got {n}: make them with make_prompt_cache")
+        raise ValueError(
+            f"a file of caches has one H2OConfig, got {n}: make them with make_prompt_cache(model, config), of one "
+            "config and not of a list"
+        )
     return ours[0].config, storage_of(ours[0].storage)
 
 
@@ -135,7 +138,8 @@ def _check_kinds(cache: Sequence[Any]) -> None:
     if others:
         raise ValueError(
             f"a file of caches holds {', '.join(c.__name__ for c in SAVED)}, got {', '.join(others)}, whose state "
-            "nobody checks: a sequence can be taken out of a batch with extract, and saved by itself"
+            "nobody checks: take a sequence out of mlx_lm's batch with extract and save it by itself, and make ours "
+            'with heads="equal"'
         )
 
 

@@ -172,7 +172,9 @@ def _count(config: H2OConfig, entry: Any) -> Count:
     seen, kept, largest, holding, rolling = count
     rolls = config.positions == "rolling" or outgrown(config, seen + largest)
     if not (
-        0 <= largest <= seen <= MOST_TOKENS
+        # Of a call whose last tokens have been taken back, or could be, fewer are left.
+        0 <= largest <= seen + config.rewind
+        and seen <= MOST_TOKENS
         and (largest > 0) == (seen > 0)
         and kept == (seen if holding else min(seen, config.budget))
         and not (holding and config.evict_during_prefill)

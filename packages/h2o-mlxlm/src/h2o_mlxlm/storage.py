@@ -31,7 +31,10 @@ def storage_of(values: Any) -> dict[str, Any]:
         raise ValueError(f"storage must say {', '.join(_FIELDS)}, got {values!r:.80}")
     read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
     if not all(isinstance(form, RowForm) for form in forms(**read)):
-        raise ValueError(f"kv_quantizer={read['kv_quantizer']!r} can't be saved: rows in blocks stay in the process")
+        raise ValueError(
+            f"kv_quantizer={read['kv_quantizer']!r} can't be saved: rows in blocks stay in the process; use "
+            'kv_quantizer="per_token"'
+        )
     return read
 
 

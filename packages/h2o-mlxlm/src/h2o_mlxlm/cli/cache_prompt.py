@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     flags.check_no_inputs(args)
     if args.budget_shape != "equal":
         raise ValueError(f"--budget-shape {args.budget_shape} can't be saved: a file holds caches of one budget")
+    _check_storage(args)
     text = prompt_text(args.prompt)
     settings = {"trust_remote_code": args.trust_remote_code}
     settings |= {} if args.eos_token is None else {"eos_token": args.eos_token}
@@ -62,6 +63,12 @@ def run(args: argparse.Namespace) -> int:
         f"{path} has {path.stat().st_size / 1e6:.2f} MB"
     )
     return 0
+
+
+def _check_storage(args: argparse.Namespace) -> None:
+    from h2o_mlxlm.storage import storage_of
+
+    storage_of({name: getattr(args, name) for name in flags.STORAGE})
 
 
 def _read(model: Any, caches: list[Any], prompt: list[int]) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,7 +23,10 @@ REFUSED = {
 }
 
 
-HOW = ("backend", "kv_bits", "kv_group_size", "kv_quantizer")
+STORAGE = ("kv_bits", "kv_group_size", "kv_quantizer")
+"""Flags that say how rows are stored."""
+
+HOW = ("backend", *STORAGE)
 """Flags that are arguments of ``make_prompt_cache``."""
 
 
@@ -242,24 +245,23 @@ def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     )
 
 
-def check_given(args: argparse.Namespace, config: H2OConfig, tokens: int) -> None:
+def check_given(args: argparse.Namespace, made: Mapping[str, Any], tokens: int) -> None:
     """Refuse flags that were given and are not what a saved cache was made with.
 
     Args:
         args: The flags.
-        config: What it was made with.
+        made: What it was made with, by name: the configuration's fields, and how rows are stored.
         tokens: The budget of the flags.
     """
     for name, flag in getattr(args, "given", {}).items():
         field = name.removeprefix("no_")
-        if not hasattr(config, field):
+        if field not in made:
             continue
         asked = {"budget": tokens, "no_evict_during_prefill": False}.get(name, getattr(args, name))
-        made = getattr(config, field)
-        if asked != made:
+        if asked != made[field]:
             raise ValueError(
-                f"{flag} asks for {field}={asked}, but {args.prompt_cache_file} was made with {field}={made}: leave "
-                f"{flag} out, or make the file anew"
+                f"{flag} asks for {field}={asked}, but {args.prompt_cache_file} was made with {field}={made[field]}: "
+                f"leave {flag} out, or make the file anew"
             )
 
 

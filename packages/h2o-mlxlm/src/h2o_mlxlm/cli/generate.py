@@ -121,7 +121,7 @@ def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list
     ours = next(c for c in caches if isinstance(c, H2OKVCache))
     if not isinstance(ours.offset, int) or ours.sequences > 1:
         raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
-    flags.check_given(args, ours.config, tokens_of(args, model))
+    flags.check_given(args, vars(ours.config) | ours.storage, tokens_of(args, model))
     return caches
 
 
