@@ -58,7 +58,7 @@ def save_prompt_cache(
     classes = [type(c).__name__ for c in cache]
     leaves = dict(tree_flatten([c.state for c in cache]))
     # What could not be loaded is not saved.
-    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)]
+    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)] if config.scorer.inputs else None
     _caches_of(model, config, classes, leaves, "auto", inputs)
     arrays = {name: x for name, x in leaves.items() if isinstance(x, mx.array)}
     about = {

@@ -60,7 +60,7 @@ class Snapshot(NamedTuple):
 def state_of(snapshot: Snapshot) -> dict[str, Any]:
     """Name what must be evaluated or saved: arrays, and a JSON string under ``ABOUT``."""
     slots, rotation = snapshot.slots, snapshot.rotation
-    arrays = {} if slots is None else {"keys": slots.keys, "values": slots.values, **slots.state._asdict()}
+    arrays = {} if slots is None else _named(slots)
     if rotation is not None:
         arrays[FREQUENCIES] = rotation.frequencies
     about = {
@@ -73,6 +73,12 @@ def state_of(snapshot: Snapshot) -> dict[str, Any]:
         "to_come": snapshot.to_come,
     }
     return {**arrays, ABOUT: json.dumps(about)}
+
+
+def _named(slots: Slots) -> dict[str, mx.array]:
+    names = slots.state._asdict()
+    extras = {f"extras.{i}": x for i, x in enumerate(names.pop("extras"))}
+    return {"keys": slots.keys, "values": slots.values, **names, **extras}
 
 
 def snapshot_of(state: Any) -> Snapshot:
