@@ -285,8 +285,8 @@ def test_extras_that_do_not_fit_are_refused(change, message, model):
     fed(model, caches, tokens_of(20), [20])
     state = caches[0].state
     H2OKVCache.from_state(state)
-    extra = change(state["extras"][0])
-    state["extras"] = (*([] if extra is None else [extra]), *state["extras"][1:])
+    extra = change(state.pop("extras.0"))
+    state |= {} if extra is None else {"extras.0": extra}
     with pytest.raises(ValueError, match=message):
         H2OKVCache.from_state(state)
 

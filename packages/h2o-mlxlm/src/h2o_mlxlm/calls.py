@@ -258,7 +258,7 @@ class Calls(Batch):
     def _in_steady_decode(self) -> bool:
         """Say whether the open call has one token, fills every slot and will leave one empty, by the reference."""
         call, width = self._call, self.config.budget + 1
-        if self.backend.name != "reference" or not self.plain:
+        if self.backend.name != "reference":
             return False
         if self._open != 1 or self._mass is None or call is None or call.most + 1 != width:
             return False

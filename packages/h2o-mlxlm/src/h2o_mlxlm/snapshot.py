@@ -60,9 +60,7 @@ class Snapshot(NamedTuple):
 def state_of(snapshot: Snapshot) -> dict[str, Any]:
     """Name what must be evaluated or saved: arrays, and a JSON string under ``ABOUT``."""
     slots, rotation = snapshot.slots, snapshot.rotation
-    arrays = (
-        {} if slots is None else {"keys": slots.keys.stored, "values": slots.values.stored, **slots.state._asdict()}
-    )
+    arrays: dict[str, Any] = {} if slots is None else _named(slots)
     if rotation is not None:
         arrays[FREQUENCIES] = rotation.frequencies
     about = {
@@ -76,6 +74,12 @@ def state_of(snapshot: Snapshot) -> dict[str, Any]:
         "to_come": snapshot.to_come,
     }
     return {**arrays, ABOUT: json.dumps(about)}
+
+
+def _named(slots: Slots) -> dict[str, Any]:
+    names = slots.state._asdict()
+    extras = {f"extras.{i}": x for i, x in enumerate(names.pop("extras"))}
+    return {"keys": slots.keys.stored, "values": slots.values.stored, **names, **extras}
 
 
 def snapshot_of(state: Any) -> Snapshot:
