@@ -1,4 +1,4 @@
-"""The real Llama model: coherent text, its own, which the small Mistral has none of. What holds for every model is in test_real_models.py."""
+"""SmolLM2 alone: coherent text, which the small Mistral has none of. See test_real_models.py for what holds for all."""
 
 import mlx.core as mx
 import pytest

@@ -1,5 +1,4 @@
-"""What holds for every real model: the full cache's text, loss between full and recency, embeddings, threads, ragged budgets,
-kernels."""
+"""What holds for every real model: text, loss, embeddings, threads, ragged budgets, kernels."""
 
 import os
 import re
