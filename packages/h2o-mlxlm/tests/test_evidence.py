@@ -434,3 +434,9 @@ def test_a_model_with_a_scorer_installed_gives_fresh_caches(model, given):
         assert mx.array_equal(first[1].inputs["reconstruction"], given(chosen)[1]["reconstruction"])
     finally:
         uninstall(model)
+
+
+@pytest.mark.parametrize("filters", [[1.0, 2.0], mx.full((2, 16), math.nan)], ids=["a list", "nan"])
+def test_inputs_that_are_no_numbers_are_refused_before_the_model_runs(model, filters):
+    with pytest.raises(ValueError, match="inputs are arrays of finite numbers, got filters="):
+        make_prompt_cache(model, config("qfilters"), inputs=[{"filters": filters}] * 2)

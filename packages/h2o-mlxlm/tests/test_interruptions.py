@@ -9,6 +9,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.gemma3_text import Model as Gemma
+from mlx_lm.models.gemma3_text import ModelArgs
 
 import h2o_mlxlm
 from h2o_mlxlm import H2OConfig, make_prompt_cache
@@ -101,6 +103,20 @@ def test_layers_that_keep_mlx_lms_cache_are_watched_too(make_model, monkeypatch,
     for _ in range(2):
         with pytest.raises(RuntimeError, match=STARTED):
             goes_on(model, caches)
+
+
+def test_a_copy_by_itself_waits_for_nobody_and_copies_together_do():
+    """A window's cache that is copied for one of ours alone would stand still."""
+    args = ModelArgs("gemma3_text", 32, 2, 32, 2, 16, num_key_value_heads=1, vocab_size=99, sliding_window_pattern=2)
+    model = Gemma(args)
+    caches = warm(model, H2OConfig(**SMALL))
+    assert [type(c).__name__ for c in caches] == ["RotatingKVCache", "H2OKVCache"]
+    together, each = copy.deepcopy(caches), [copy.deepcopy(c) for c in caches]
+    assert (goes_on(model, each) == goes_on(model, caches)).all()
+    # Of those copied together one is a pass ahead.
+    together[0].offset += 2
+    with pytest.raises(RuntimeError, match=STARTED):
+        goes_on(model, together)
 
 
 @pytest.mark.parametrize(("setting", "n_tokens"), [*((name, 1) for name in SETTINGS), ("true", 5)])

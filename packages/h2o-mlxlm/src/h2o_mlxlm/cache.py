@@ -11,9 +11,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from h2o_core import H2OConfig
-from h2o_core.evidence import check_inputs
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.checks import check_positions, check_storage
+from h2o_mlxlm.checks import check_given, check_positions, check_storage
 from h2o_mlxlm.counts import Count
 from h2o_mlxlm.forms import Pair, Stored, forms
 from h2o_mlxlm.ledger import Ledger
@@ -44,7 +43,7 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
     Raises:
         ValueError: ``positions="rolling"`` or ``"auto"`` without a rotation, or ``"auto"`` without a
             ``trained_length``; a back end that can't run here; a way to store rows that there is none of; an input is
-            missing or not known.
+            missing, not known, or no array of finite numbers.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class H2OKVCache(Rewind, mlx_lm_cache._BaseCache):  # type: ignore[misc]
         kv_quantizer: str = "per_token",
         inputs: Mapping[str, mx.array] | None = None,
     ) -> None:
-        check_inputs(config.scorer, inputs)
+        check_given(config.scorer, inputs)
         self.config = config
         self.inputs = dict(inputs or {})
         mx.eval(self.inputs)  # used by every generation, maybe on other threads

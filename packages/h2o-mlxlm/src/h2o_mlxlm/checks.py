@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from h2o_core import H2OConfig
 from h2o_core.evidence import check_inputs
+from h2o_core.scorer import Scorer
 from h2o_mlxlm.counts import Call, outgrown
 from h2o_mlxlm.forms import BlockForm, Form, RowForm
 from h2o_mlxlm.slots import Slots
@@ -54,7 +55,7 @@ def given_inputs(configs: Sequence[H2OConfig], inputs: Inputs | None) -> list[Ma
     """Read what the user gave as inputs for each layer.
 
     Raises:
-        ValueError: There are more or fewer than layers, or one is missing or not known.
+        ValueError: There are more or fewer than layers, or one is missing, not known, or no array of finite numbers.
     """
     each = [{}] * len(configs) if inputs is None else list(inputs)
     if len(each) != len(configs):
@@ -63,8 +64,19 @@ def given_inputs(configs: Sequence[H2OConfig], inputs: Inputs | None) -> list[Ma
             f"{len(each)}: h2o_mlxlm.inputs makes such a list"
         )
     for config, given in zip(configs, each, strict=True):
-        check_inputs(config.scorer, given)
+        check_given(config.scorer, given)
     return each
+
+
+def check_given(scorer: Scorer, inputs: Mapping[str, Any] | None) -> None:
+    """Refuse inputs that a scorer could not count with, before a model runs; see ``check_inputs``."""
+    for name, x in (inputs or {}).items():
+        found = f"an array {list(x.shape)} with others among them" if isinstance(x, mx.array) else repr(x)
+        if not isinstance(x, mx.array) or not mx.isfinite(x).all().item():
+            raise ValueError(
+                f"inputs are arrays of finite numbers, got {name}={found:.80}: h2o_mlxlm.inputs makes them of a text"
+            )
+    check_inputs(scorer, inputs)
 
 
 def check_call(

@@ -1,5 +1,7 @@
 """Forward passes: all layers of a model take part in each, in turn, or the caches no longer belong together."""
 
+import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +19,12 @@ class Passes:
 
     def __init__(self, newest: int = 0, others: Sequence[Any] = ()) -> None:
         self.newest = newest
-        self.others = others
+        # Not held: a cache of ours that is copied by itself leaves them behind, and their copies would stand still.
+        self._others = [weakref.ref(c) for c in others]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Passes":
+        # Caches that are copied together have these copies among them.
+        return Passes(self.newest, [copy.deepcopy(c, memo) for c in self._there()])
 
     def enter(self, passes: int, before: int, after: int) -> int:
         """Let a layer begin its next pass.
@@ -37,12 +44,15 @@ class Passes:
         # The first layer to come begins a pass, the others join it.
         if self.newest == passes:
             # Of mlx_lm's layers some may have been in this pass already.
-            if not all(before <= c.offset <= after for c in self.others):
+            if not all(before <= c.offset <= after for c in self._there()):
                 _raise_interrupted()
             self.newest = number
         if self.newest != number:
             _raise_interrupted()
         return number
+
+    def _there(self) -> list[Any]:
+        return [c for c in [ref() for ref in self._others] if c is not None]
 
 
 def _raise_interrupted() -> NoReturn:
