@@ -46,7 +46,7 @@ COMMANDS = {
     "uv run pytest": ".ci/run: test_all",
     # With a folder in place of the hub's ids.
     'H2O_TEST_MODELS="mlx-community/Llama-3.2-1B-Instruct-4bit mlx-community/Mistral-7B-Instruct-v0.3-4bit" '
-    "uv run pytest tests/integration/test_real_models.py": (
+    "uv run pytest tests/integration": (
         "tests/integration/test_real_models.py: test_models_named_in_the_environment_are_tested_too"
     ),
     # Their options, and a launch with -n 3 in place of the hosts, on one machine.
