@@ -6,6 +6,7 @@ cd "$(dirname "$0")/../.."
 cpu=""
 [ "$(uname)" = Linux ] && cpu="[cpu]"
 names=$(uv run --quiet --no-project --python '>=3.11' tools/ci/members.py | tr -d '[],"')
+root=$PWD
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 
@@ -41,6 +42,9 @@ extra = [name for name in ("h2o_rope", "h2o_metal", "h2o_mlxlm", "mlx_lm", "jaxt
 assert not extra, extra
 print("h2o-core alone: simulated")
 PY
+core/bin/h2o-sim generate needles --steps 128 --heads 2 --out needles.safetensors >/dev/null
+core/bin/h2o-sim compare needles.safetensors --prompt-len 32 --budget 24 --scorers
+core/bin/h2o-sim compare "$root/packages/h2o-core/tests/data/smollm2.safetensors" --prompt-len 64 --budget 64 --scorers
 
 uv venv --quiet rope
 uv pip install --quiet --python rope "$(wheel_of h2o-rope)"
