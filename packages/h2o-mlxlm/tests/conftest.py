@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
@@ -82,3 +83,16 @@ def tiny_folder(make_folder):
 
 def flat(model):
     return tree_flatten(model.parameters())
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that reach mlx_lm, decoded."""
+    seen, real = [], mlx_lm.stream_generate
+
+    def spy(model, tokenizer, prompt, **settings):
+        seen.append(tokenizer.decode(prompt))
+        return real(model, tokenizer, prompt, **settings)
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
+    return seen

@@ -48,19 +48,6 @@ def going_on(run, file):
     return going_on
 
 
-@pytest.fixture
-def prompts(monkeypatch):
-    """The prompts that reach mlx_lm, decoded."""
-    seen, real = [], mlx_lm.stream_generate
-
-    def spy(model, tokenizer, prompt, **settings):
-        seen.append(tokenizer.decode(prompt))
-        return real(model, tokenizer, prompt, **settings)
-
-    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
-    return seen
-
-
 def assert_refused(result, *parts):
     code, out, err = result
     assert (code, out, err.count("\n")) == (2, "", 1), err

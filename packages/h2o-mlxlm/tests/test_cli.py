@@ -55,20 +55,6 @@ def report(run):
     return report
 
 
-@pytest.fixture
-def prompts(monkeypatch):
-    """The prompts that reach mlx_lm, decoded."""
-    seen = []
-    real = mlx_lm.stream_generate
-
-    def spy(model, tokenizer, prompt, **settings):
-        seen.append(tokenizer.decode(prompt))
-        return real(model, tokenizer, prompt, **settings)
-
-    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
-    return seen
-
-
 def assert_refused(result, *parts):
     """One line on standard error that names each part, exit code 2, nothing printed."""
     code, out, err = result

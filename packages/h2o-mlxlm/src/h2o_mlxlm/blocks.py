@@ -69,12 +69,12 @@ class Blocks(NamedTuple):
         return self._replace(places=places, recent=mx.concatenate([self.recent, row], axis=2))._cut()
 
     def put_back(self, where: mx.array, row: Sequence[mx.array]) -> NoReturn:
-        """Refuse: a block is written once. A cache whose rows are in blocks takes nothing back."""
-        raise NotImplementedError
+        """Refuse: a block is written once. ``check_storage`` lets no cache with ``rewind`` come here."""
+        raise NotImplementedError("rows in blocks are written once, so none is put back")
 
     def blank(self) -> NoReturn:
         """Refuse; see ``put_back``."""
-        raise NotImplementedError
+        raise NotImplementedError("rows in blocks are written once, so none is blanked")
 
     def appended(self, rows: mx.array) -> "Blocks":
         """Put rows [B, H, N, D] into N new slots on the right. They stay as they are until who goes is known."""

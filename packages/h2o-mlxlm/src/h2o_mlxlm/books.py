@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from h2o_core import H2OState, init, take
 from h2o_mlxlm.counts import Counts
-from h2o_mlxlm.slots import Slots
+from h2o_mlxlm.slots import Slots, arrays_of
 
 
 class Books(ABC):
@@ -28,7 +28,7 @@ class Books(ABC):
         if self._slots is None:
             return 0
         keys, values, state = self._slots
-        held = (*keys.arrays, *values.arrays, *state[:4], *state.extras, self._ranks, self.offset)
+        held = (*keys.arrays, *values.arrays, *arrays_of(state), self._ranks, self.offset)
         return sum(int(x.nbytes) for x in held if isinstance(x, mx.array))
 
     @property

@@ -19,7 +19,7 @@ from h2o_mlxlm.forms import RowForm
 from h2o_mlxlm.ledger import Ledger, Step
 from h2o_mlxlm.passes import Passes
 from h2o_mlxlm.ragged import lengths_of, per_sequence, settled, visibility
-from h2o_mlxlm.slots import Slots, appended, capacity, none_yet, packed, ranks, replaced, scored, written
+from h2o_mlxlm.slots import Slots, appended, arrays_of, capacity, none_yet, packed, ranks, replaced, scored, written
 from h2o_mlxlm.stores import only, rows_at
 from h2o_rope import Rotation
 
@@ -177,8 +177,8 @@ class Calls(Batch):
         return tied
 
     def _due(self) -> list[mx.array]:
-        state = self._live().state
-        return [x for x in (*(self._mass or ()), *state[:4], *state.extras, self._free) if x is not None]
+        due = (*(self._mass or ()), *arrays_of(self._live().state), self._free)
+        return [x for x in due if x is not None]
 
     def gathered(
         self,

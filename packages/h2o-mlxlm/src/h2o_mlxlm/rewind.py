@@ -10,7 +10,7 @@ from h2o_core import Evidence, H2OState, Mass
 from h2o_mlxlm.calls import Calls
 from h2o_mlxlm.checks import check_call, check_unchanged, raise_unreported
 from h2o_mlxlm.counts import Count, Counts, Part, called
-from h2o_mlxlm.slots import Row, Slots, restored, vacant
+from h2o_mlxlm.slots import Row, Slots, arrays_of, restored, vacant
 from h2o_mlxlm.stores import Store
 
 
@@ -146,8 +146,7 @@ class Rewind(Calls):
         held = super().nbytes
         kept = [
             (
-                *token.state[:4],
-                *token.state.extras,
+                *arrays_of(token.state),
                 token.slot,
                 *_vacancy(token.gone)[1:],
                 *chain(*[rows.arrays for rows in token.moved or ()]),

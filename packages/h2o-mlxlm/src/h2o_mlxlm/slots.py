@@ -54,6 +54,11 @@ def none_yet(keys: mx.array, values: mx.array, forms: tuple[Form, Form], scorer:
     return Slots(no_rows(keys, forms[0]), no_rows(values, forms[1]), init(*keys.shape[:2], scorer=scorer))
 
 
+def arrays_of(state: H2OState) -> tuple[mx.array, ...]:
+    """List what a state is made of, a scorer's own arrays included."""
+    return *state[:4], *state.extras
+
+
 def capacity(slots: Slots) -> int:
     """Count the slots of each head, C."""
     return slots.state.positions.shape[-1]

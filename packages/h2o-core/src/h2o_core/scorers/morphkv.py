@@ -6,14 +6,13 @@ import mlx.core as mx
 
 from h2o_core.config import H2OConfig
 from h2o_core.evidence import Evidence, seen
-from h2o_core.scorer import Scorer
-from h2o_core.scorers.windows import slid
+from h2o_core.scorers.windows import Windowed, slid
 from h2o_core.scoring import scored
 from h2o_core.state import H2OState
 
 
 @dataclass(frozen=True)
-class MorphKV(Scorer):
+class MorphKV(Windowed):
     """Score a row by what the last ``window`` queries gave it, so that an old heavy hitter is soon forgotten.
 
         s_c = Σ_w mean_g p[g, w, c]        or max_w with fusion "max"
@@ -33,18 +32,7 @@ class MorphKV(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_range("window", 1, 1024)
         self._check_choice("fusion", ("sum", "max"))
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The last rows."""
-        return frozenset({"rows"})
-
-    @property
-    def n_rows(self) -> int:
-        """The window."""
-        return self.window
 
     @property
     def extras(self) -> tuple[tuple[int, ...], ...]:

@@ -6,14 +6,13 @@ import mlx.core as mx
 
 from h2o_core.config import H2OConfig
 from h2o_core.evidence import Evidence, seen
-from h2o_core.scorer import Scorer
-from h2o_core.scorers.windows import own_positions, slid
+from h2o_core.scorers.windows import Windowed, own_positions, slid
 from h2o_core.scoring import scored
 from h2o_core.state import H2OState, occupied
 
 
 @dataclass(frozen=True)
-class Scissorhands(Scorer):
+class Scissorhands(Windowed):
     """Score a row by how seldom it got less than an even share: what mattered once will matter again.
 
         s_c = −Σ_w [mean_g p[g, w, c] < 1 / n_w]
@@ -30,20 +29,6 @@ class Scissorhands(Scorer):
 
     name: str = field(default="scissorhands", init=False)
     window: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_range("window", 1, 1024)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The last rows."""
-        return frozenset({"rows"})
-
-    @property
-    def n_rows(self) -> int:
-        """The window."""
-        return self.window
 
     @property
     def extras(self) -> tuple[tuple[int, ...], ...]:

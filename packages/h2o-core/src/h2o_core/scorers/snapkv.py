@@ -7,14 +7,13 @@ import mlx.core as mx
 from h2o_core._shapes import Float32
 from h2o_core.config import H2OConfig
 from h2o_core.evidence import Evidence, seen
-from h2o_core.scorer import Scorer
-from h2o_core.scorers.windows import slid
+from h2o_core.scorers.windows import Windowed, slid
 from h2o_core.scoring import scored
 from h2o_core.state import H2OState, occupied
 
 
 @dataclass(frozen=True)
-class SnapKV(Scorer):
+class SnapKV(Windowed):
     """Score the prompt's rows once, at its end, by what its last ``window`` queries gave them and their neighbours.
 
         s_c = pool over neighbours of c of mean_w mean_g p[g, w, c]
@@ -41,21 +40,10 @@ class SnapKV(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_range("window", 1, 1024)
         self._check_range("pool", 1, 63)
         if self.pool % 2 == 0:
             raise ValueError(f"pool of scorer 'snapkv' must be odd, got {self.pool}: as many rows before as behind")
         self._check_choice("pooling", ("mean", "max"))
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The last rows."""
-        return frozenset({"rows"})
-
-    @property
-    def n_rows(self) -> int:
-        """The window."""
-        return self.window
 
     @property
     def extras(self) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,28 @@
 import mlx.core as mx
 
 from h2o_core._shapes import Float32, Int32
+from h2o_core.scorer import Scorer
 from h2o_core.state import H2OState
+
+
+class Windowed(Scorer):
+    """What scorers share that look at the last ``window`` queries' rows."""
+
+    window: int  # 1 to 1,024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_range("window", 1, 1024)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The last rows."""
+        return frozenset({"rows"})
+
+    @property
+    def n_rows(self) -> int:
+        """The window."""
+        return self.window
 
 
 def slid(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import config_for, loaded
+from h2o_mlxlm.cli.loading import loaded, options_for
 from h2o_mlxlm.cli.prompt import Progress, beginning, prompt_text
 
 STEP = 2048
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import save_prompt_cache
 
-    caches = make_prompt_cache(model, **flags.cache_options(args, model, config_for(args, model)))
+    caches = make_prompt_cache(model, **options_for(args, model))
     prompt = beginning(tokenizer, text)
     _read(model, caches, prompt)
     metadata = {"model": args.model or "", "tokenizer_config": json.dumps(settings)}

@@ -48,6 +48,11 @@ def config_for(args: argparse.Namespace, model: Any, draft_model: Any = None) ->
     return flags.config_from(args, tokens_of(args, model, draft_model))
 
 
+def options_for(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Say what ``make_prompt_cache`` and ``install`` take by the flags, beside the model; raises as ``config_for``."""
+    return flags.cache_options(args, model, config_for(args, model))
+
+
 def tokens_of(args: argparse.Namespace, model: Any, draft_model: Any = None) -> int:
     """Read the budget of the flags in tokens, of these models if it is in bytes."""
     if isinstance(args.budget, int):

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider, ResponseGenerator
 
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import config_for, in_one_line
+from h2o_mlxlm.cli.loading import in_one_line, options_for
 from h2o_mlxlm.integration import install
 from h2o_mlxlm.models import find, prepare
 
@@ -88,7 +88,7 @@ class Provider(ModelProvider):  # type: ignore[misc]
             with in_one_line(model_path):
                 super()._load(find(model_path), adapter_path)
                 prepare(self.model)
-                install(self.model, **_options(self.flags, self.model))
+                install(self.model, **options_for(self.flags, self.model))
         except ValueError:
             # Left in place, it would answer the next request with a cache that is not ours.
             self.reset()
@@ -107,7 +107,3 @@ class PromptCache(LRUPromptCache):  # type: ignore[misc]
         """Find a copy of the nearest cache, and the tokens that it lacks: one at least."""
         caches, rest = super().fetch_nearest_cache(model, tokens[:-1])
         return caches, [*rest, *tokens[-1:]]
-
-
-def _options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    return flags.cache_options(args, model, config_for(args, model))

@@ -17,7 +17,6 @@ COLUMNS = (
 )
 KEY = COLUMNS[:11]
 
-FORMS = ("filler", "prose")
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 INTRODUCTION = "A pass key is hidden in the text below. Find it and remember it.\n\n"
 NEEDLE = "\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"
