@@ -9,7 +9,6 @@ import pytest
 from h2o_core.scorer import scorer_from
 from h2o_mlxlm import (
     H2OConfig,
-    H2OKVCache,
     load_prompt_cache,
     make_prompt_cache,
     pyramid,
@@ -34,6 +33,7 @@ FEATURES = {
     "qfilters": ("scorer", {"scorer": "qfilters"}),
     "pyramid": ("shape", {"ratio": 2.0}),
     "adaptive": ("shape", {"heads": "adaptive"}),
+    "split": ("shape", {"heads": [[10, 14], [14, 10]]}),
     "held": ("prefill", {"evict_during_prefill": False}),
     "rolling": ("positions", {"positions": "rolling"}),
     "auto": ("positions", {"positions": "auto", "trained_length": 40}),
@@ -60,11 +60,14 @@ REFUSED = {
     ("rewind", "adaptive"): 'heads="adaptive" works with rewind=0',
     **{("adaptive", name): 'heads="adaptive" works with positions=' for name in ("rolling", "auto")},
     ("adaptive", "key"): 'heads="adaptive" works with queries=',
+    **{("split", name): "heads with budgets of their own sit at different ranks" for name in ("rolling", "auto")},
+    ("qfilters", "split"): "heads with budgets of their own take no inputs",
 }
 UNSAVED = {
     "kivi": "rows in blocks stay in the process; use kv_quantizer",
     "pyramid": "has one H2OConfig, got 2.*of one config and not of a list",
     "adaptive": 'got AdaptiveH2OKVCache.*heads="equal"',
+    "split": 'got SplitH2OKVCache.*heads="equal"',
 }
 CALLS, MORE = (20, 7, 1, 1, 1, 5, 1, 1), (1, 1, 6, 1)
 N, LENGTHS, STEPS = sum(CALLS), (30, 9), 5
@@ -96,7 +99,8 @@ def make(model):
 
 def run_by(backend, caches):
     for cache in caches:
-        cache.backend = backend
+        for part in [s.cache for s in getattr(cache, "shares", ())] or [cache]:
+            part.backend = backend
     return caches
 
 
@@ -161,7 +165,7 @@ def check_batch(model, make, names):
     alone = [make(names)[0] for _ in LENGTHS]
     for i, (caches, n) in enumerate(zip(alone, LENGTHS, strict=True)):
         fed(model, caches, TOKENS[10 * i :], (n,))
-    batch = [H2OKVCache.merge(list(layer)) for layer in zip(*alone, strict=True)]
+    batch = [type(layer[0]).merge(list(layer)) for layer in zip(*alone, strict=True)]
     for token in TOKENS[50 : 50 + STEPS]:
         logits = model(mx.array([[token]] * len(LENGTHS)), cache=batch)
         assert mx.isfinite(logits).all()

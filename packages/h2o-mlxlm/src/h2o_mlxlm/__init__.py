@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from h2o_mlxlm.integration import bounded_layers, install, make_prompt_cache, uninstall
     from h2o_mlxlm.models import load
     from h2o_mlxlm.persistence import load_prompt_cache, save_prompt_cache
+    from h2o_mlxlm.split import SplitH2OKVCache
 
 load_openblas()
 
@@ -29,6 +30,7 @@ _HOME = {
     "KVCacheBuilder": "h2o_mlxlm.compat",
     "KVCacheConfig": "h2o_mlxlm.compat",
     "KVCacheFactory": "h2o_mlxlm.compat",
+    "SplitH2OKVCache": "h2o_mlxlm.split",
     "bounded_layers": "h2o_mlxlm.integration",
     "install": "h2o_mlxlm.integration",
     "load": "h2o_mlxlm.models",
@@ -47,6 +49,7 @@ __all__ = [
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
+    "SplitH2OKVCache",
     "bounded_layers",
     "install",
     "load",

@@ -14,6 +14,7 @@ from h2o_mlxlm.allotment import allot
 from h2o_mlxlm.backend import Backend, backend_of
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.head import HeadCache
+from h2o_mlxlm.ragged import padded
 
 # What heads of their own budgets can honour. What is not here is refused until somebody has seen to it.
 SUPPORTED = ("budget", "n_sink", "grace", "decay", "long_share", "evict_during_prefill")
@@ -210,17 +211,8 @@ class AdaptiveH2OKVCache(_BaseCache):  # type: ignore[misc]
         width = self.size()
         if self.empty():
             return of(HeadCache(self.config))
-        rows = [[self._padded(of(head), width, missing) for head in row] for row in self.heads]
+        rows = [[padded(of(head), width, missing) for head in row] for row in self.heads]
         return mx.concatenate([mx.concatenate(row, axis=1) for row in rows])
-
-    @staticmethod
-    def _padded(x: mx.array, width: int, missing: float) -> mx.array:
-        more = [(0, 0), (0, 0), (0, width - x.shape[-1])]
-        return mx.pad(x, more, constant_values=mx.array(missing, x.dtype))
-
-
-OURS = (H2OKVCache, AdaptiveH2OKVCache)
-"""The caches that ``make_prompt_cache`` makes."""
 
 
 def check_adaptive(config: H2OConfig) -> None:

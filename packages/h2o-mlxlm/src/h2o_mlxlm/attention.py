@@ -8,10 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 
-from h2o_mlxlm.adaptive import OURS, AdaptiveH2OKVCache
+from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.head import HeadCache
 from h2o_mlxlm.masks import is_ours
+from h2o_mlxlm.split import SplitH2OKVCache
+
+OURS = (H2OKVCache, AdaptiveH2OKVCache, SplitH2OKVCache)
+"""The caches that ``make_prompt_cache`` makes."""
 
 plain_attention = base.scaled_dot_product_attention
 
@@ -56,6 +60,8 @@ def scaled_dot_product_attention(
             f"an H2O cache can't attend under a mask it did not make, got {described} for {queries.shape[2]} "
             "queries: its rows are not in the order the mask assumes; use mlx_lm's cache with this layer"
         )
+    if isinstance(cache, SplitH2OKVCache):
+        return _share_by_share(queries, cache, scale, mask, sinks)
     if isinstance(cache, AdaptiveH2OKVCache):
         rows = [_head_by_head(queries[i : i + 1], row, scale, sinks) for i, row in enumerate(cache.heads)]
         return mx.concatenate(rows)
@@ -105,6 +111,17 @@ def _head_by_head(queries: mx.array, heads: list[HeadCache], scale: float, sinks
         for group, head, own in zip(groups, heads, of_groups, strict=True)
     ]
     return mx.concatenate(outs, axis=1)
+
+
+def _share_by_share(
+    queries: mx.array, cache: SplitH2OKVCache, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+) -> mx.array:
+    """Attend with the heads of each of a layer's caches to its own rows."""
+    outs = [
+        scaled_dot_product_attention(own, keys, values, part, scale, mask, of_own)
+        for part, own, keys, values, of_own in cache.calls(queries, sinks)
+    ]
+    return cache.in_order(outs)
 
 
 def _plain(

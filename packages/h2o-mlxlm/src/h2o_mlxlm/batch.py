@@ -12,7 +12,7 @@ from h2o_mlxlm.books import Books
 from h2o_mlxlm.counts import Call, Count, Counts
 from h2o_mlxlm.forms import Form
 from h2o_mlxlm.passes import Passes
-from h2o_mlxlm.ragged import chosen, joined
+from h2o_mlxlm.ragged import chosen, joined, of_heads
 
 
 class Batch(Books):
@@ -80,6 +80,26 @@ class Batch(Books):
         if alone._slots is not None:
             # The batch goes on without it: its buffers must not wait for a cache that is put aside.
             mx.eval(alone._slots)
+        return alone
+
+    def only_heads(self, heads: Sequence[int], config: H2OConfig) -> Self:
+        """Copy some heads out, as a cache of its own under another configuration, which holds from its next call on.
+
+        Args:
+            heads: Numbers of the KV heads.
+            config: Differs from this cache's in its budget and what goes with it.
+
+        Raises:
+            ValueError: Nothing has been seen.
+        """
+        self._end_call()
+        if self._slots is None:
+            raise ValueError("this cache is empty: it has no heads before its first update_and_fetch")
+        alone = copy.copy(self)
+        alone.config, alone._slots = config, of_heads(self._slots, heads)
+        alone._become(self._counts)
+        alone._batched = self._batched
+        alone._count(self._counts)
         return alone
 
     def prepare(

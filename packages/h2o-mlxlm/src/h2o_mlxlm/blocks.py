@@ -98,6 +98,11 @@ class Blocks(NamedTuple):
         places, recent, *parts = [x[sequences] for x in self.arrays]
         return Blocks(places, recent, tuple(parts), self.form)._tidy()
 
+    def of_heads(self, heads: mx.array) -> "Blocks":
+        """Take KV heads out, in the given order."""
+        places, recent, *parts = [x[:, heads] for x in self.arrays]
+        return Blocks(places, recent, tuple(parts), self.form)._tidy()
+
     def widened(self, width: int) -> "Blocks":
         """Add slots without a row on the right, where there are fewer than ``width``."""
         more = [(0, 0), (0, 0), (0, width - self.places.shape[2])]

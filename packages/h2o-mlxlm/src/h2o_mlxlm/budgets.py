@@ -1,6 +1,6 @@
 """Budgets that differ from layer to layer. Plain Python: no arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from h2o_core import H2OConfig
@@ -91,3 +91,76 @@ def for_layers(config: H2OConfig | Sequence[H2OConfig], n_layers: int) -> list[H
                 f"give all of them {name}={value!r}"
             )
     return list(config)
+
+
+HeadsOfLayer = str | Sequence[int]
+"""How a layer's places are divided among its heads: a word for a way that there is, or the budget of each."""
+
+
+def heads_of_layers(
+    heads: str | Sequence[Sequence[int]], config: H2OConfig | Sequence[H2OConfig], n_layers: int
+) -> Sequence[HeadsOfLayer]:
+    """Read what the user gave as ``heads``: for each layer the word, or the budget of each of its heads.
+
+    Raises:
+        TypeError: A budget is no integer.
+        ValueError: There are budgets for more or fewer layers than there are, on average more than the
+            configuration's, or for a list of configurations.
+    """
+    if isinstance(heads, str):
+        return [heads] * n_layers
+    if not isinstance(config, H2OConfig):
+        raise ValueError(
+            f"a budget for each head divides the budget of one H2OConfig, got a list of {len(config)}: pass one"
+        )
+    if len(heads) != n_layers:
+        raise ValueError(
+            f"heads has budgets for each layer with an H2O cache, of which this model has {n_layers}, got {len(heads)}"
+        )
+    each = [budget for layer in heads for budget in layer]
+    if wrong := [budget for budget in each if isinstance(budget, bool) or not isinstance(budget, int)]:
+        raise TypeError(f"the budget of a head must be an integer number of tokens, got {wrong[0]!r}")
+    if sum(each) > config.budget * len(each):
+        raise ValueError(
+            f"heads keep budget={config.budget} tokens on average at most, got budgets with a mean of "
+            f"{sum(each) / len(each):.1f}: lower them, or raise budget"
+        )
+    return heads
+
+
+def groups(config: H2OConfig, budgets: Sequence[int]) -> Iterator[tuple[tuple[int, ...], H2OConfig]]:
+    """Put heads of one budget together, in the order of their first, each group with its configuration."""
+    check_split(config)
+    for budget in dict.fromkeys(budgets):
+        heads = tuple(i for i, other in enumerate(budgets) if other == budget)
+        yield heads, of_budget(config, budget)
+
+
+def of_budget(config: H2OConfig, budget: int) -> H2OConfig:
+    """Give a head another budget, of which its recent window is the same share as before, rounded down.
+
+    Raises:
+        ValueError: It leaves no place beside sinks and recent window.
+    """
+    try:
+        return replace(config, budget=budget, grace=config.grace * budget // config.budget)
+    except ValueError as error:
+        raise ValueError(f"some heads keep {budget} tokens where the mean is {config.budget}: {error}") from None
+
+
+def check_split(config: H2OConfig) -> None:
+    """Refuse settings that heads with budgets of their own can't honour.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if config.positions != "original":
+        raise ValueError(
+            f"heads with budgets of their own sit at different ranks, got positions={config.positions!r}: use "
+            'positions="original", or heads="equal"'
+        )
+    if config.scorer.inputs:
+        raise ValueError(
+            f"heads with budgets of their own take no inputs, and scorer {config.scorer.name!r} needs "
+            f'{", ".join(sorted(config.scorer.inputs))}: use another scorer, or heads="equal"'
+        )

@@ -4,6 +4,7 @@ No arithmetic of its own: who stays is core's to say, rotation is rope's, attent
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -157,7 +158,9 @@ def share(caches: Sequence[Any]) -> None:
     See ``Ledger`` and ``Passes``.
     """
     ledger, passes = Ledger(), Passes(others=[c for c in caches if isinstance(c, mlx_lm_cache.RotatingKVCache)])
-    for layer, cache in enumerate(caches):
+    # A layer that is split has several.
+    of_layers = [[share.cache for share in getattr(cache, "shares", ())] or [cache] for cache in caches]
+    for layer, cache in enumerate(chain(*of_layers)):
         if isinstance(cache, H2OKVCache):
             cache.ledger, cache.layer, cache.passes = ledger, layer, passes
 

@@ -13,12 +13,13 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
 from h2o_mlxlm.attention import place_hook
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.budgets import for_layers
+from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.forms import Pair
 from h2o_mlxlm.layers import layers_of, rotation_for, scale_of, trained_length
 from h2o_mlxlm.speculative import place_check
+from h2o_mlxlm.split import SplitH2OKVCache
 from h2o_mlxlm.suitability import (
     Heads,
     check_heads,
@@ -36,7 +37,7 @@ def make_prompt_cache(
     config: H2OConfig | Sequence[H2OConfig],
     partial: bool = False,
     backend: str = "auto",
-    heads: Heads = "equal",
+    heads: Heads | Sequence[Sequence[int]] = "equal",
     kv_bits: int | Pair | None = None,
     kv_group_size: int | Pair = 64,
     kv_quantizer: str = "per_token",
@@ -54,8 +55,9 @@ def make_prompt_cache(
             lowest first; see ``pyramid``.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
         backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
-        heads: ``"equal"``: each head keeps ``budget`` tokens. ``"adaptive"``: so many on average, more in heads that
-            look at more; see ``AdaptiveH2OKVCache``, which the layers then get.
+        heads: ``"equal"``: each head keeps ``budget`` tokens. The others keep so many on average. ``"adaptive"``:
+            more in those of a layer that look at more in this prompt, see ``AdaptiveH2OKVCache``. A list with the
+            budget of each head, for each layer that gets an H2O cache: see ``SplitH2OKVCache``.
         kv_bits: 8 or 4 stores the rows of H2O caches quantised, None as the model makes them. A pair is for keys and
             for values. Sliding windows stay as they are.
         kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
@@ -78,13 +80,14 @@ def make_prompt_cache(
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
-    check_heads(heads, configs)
+    shapes = heads_of_layers(heads, config, sum(ours))
+    check_heads(shapes, configs)
     hooked = place_hook(model)
     check_scorer(model, configs[0], own, hooked)
-    if heads == "adaptive" or len({c.budget for c in configs}) > 1:
+    if shapes[0] != "equal" or len({c.budget for c in configs}) > 1:
         check_ragged(model, own, hooked)
     storage = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "kv_quantizer": kv_quantizer}
-    check_storage(model, heads, storage)
+    check_storage(model, shapes[0], storage)
     positions, rewind = configs[0].positions, configs[0].rewind
     if positions != "original":
         check_moving(model, positions)
@@ -97,9 +100,9 @@ def make_prompt_cache(
     if len(own) < len(model.layers):
         # Some layers attend to another's cache, whose call ends only when all of them have.
         chosen = chosen._replace(fused=False)
-    given = zip(configs, given_inputs(configs, inputs), strict=True)
+    given = zip(configs, given_inputs(configs, inputs), shapes, strict=True)
     caches = [
-        _cache_for(model, layer, *next(given), chosen, heads, storage) if mine else other
+        _cache_for(model, layer, *next(given), chosen, storage) if mine else other
         for layer, mine, other in zip(layers, ours, own, strict=True)
     ]
     share(caches)
@@ -170,11 +173,13 @@ def _cache_for(
     layer: nn.Module | None,
     config: H2OConfig,
     inputs: Mapping[str, mx.array],
+    shape: HeadsOfLayer,
     backend: Backend,
-    heads: Heads,
     storage: dict[str, Any],
-) -> H2OKVCache | AdaptiveH2OKVCache:
-    if heads == "adaptive":
+) -> H2OKVCache | AdaptiveH2OKVCache | SplitH2OKVCache:
+    if shape == "adaptive":
         return AdaptiveH2OKVCache(config, backend)
+    if not isinstance(shape, str):
+        return SplitH2OKVCache(config, shape, scale=scale_of(layer), backend=backend, **storage)
     rotation = None if config.positions == "original" else rotation_for(model, layer, config.positions)
     return H2OKVCache(config, scale_of(layer), rotation, backend, **storage, inputs=inputs)

@@ -64,6 +64,21 @@ def chosen(slots: Slots, sequences: Sequence[int], n_rows: int) -> Slots:
     return packed(taken, n_rows)
 
 
+def of_heads(slots: Slots, heads: Sequence[int]) -> Slots:
+    """Take KV heads out, in the given order."""
+    at = mx.array(list(heads), mx.int32)
+    keys, values, state = slots
+    extras = tuple(x[:, at] for x in state.extras)
+    scores, totals, positions = (x[:, at] for x in (state.scores, state.totals, state.positions))
+    return Slots(keys.of_heads(at), values.of_heads(at), H2OState(scores, totals, positions, state.seen, extras))
+
+
+def padded(figure: mx.array, width: int, missing: float) -> mx.array:
+    """Widen a figure of each row [B, H, n] on the right."""
+    more = [(0, 0), (0, 0), (0, width - figure.shape[-1])]
+    return mx.pad(figure, more, constant_values=mx.array(missing, figure.dtype))
+
+
 def joined(parts: Sequence[tuple[Slots | None, int, int]]) -> Slots | None:
     """Put batches behind one another, in as many slots as the widest needs.
 

@@ -14,6 +14,7 @@ import mlx_lm.generate  # noqa: F401
 from mlx_lm.models.cache import make_prompt_cache
 
 from h2o_mlxlm.cache import H2OKVCache
+from h2o_mlxlm.split import SplitH2OKVCache
 
 _MODULE: Any = sys.modules["mlx_lm.generate"]  # the package has a function of this name, too
 _plain = _MODULE.speculative_generate_step
@@ -28,7 +29,7 @@ def check_caches(caches: Iterable[object], num_draft_tokens: int) -> None:
         ValueError: One has a smaller ``rewind``.
     """
     for cache in caches:
-        if isinstance(cache, H2OKVCache) and cache.config.rewind < num_draft_tokens:
+        if isinstance(cache, H2OKVCache | SplitH2OKVCache) and cache.config.rewind < num_draft_tokens:
             raise ValueError(
                 "speculative decoding takes back up to num_draft_tokens from the caches of the model and of the draft "
                 f"model, got num_draft_tokens={num_draft_tokens} and a cache with rewind={cache.config.rewind}: make "

@@ -67,6 +67,10 @@ class Rows(NamedTuple):
         """Take sequences out, in the given order."""
         return self._of([x[sequences] for x in self.arrays])
 
+    def of_heads(self, heads: mx.array) -> "Rows":
+        """Take KV heads out, in the given order."""
+        return self._of([x[:, heads] for x in self.arrays])
+
     def widened(self, width: int) -> "Rows":
         """Add slots of zeros on the right, where there are fewer than ``width``."""
         more = [(0, 0), (0, 0), (0, width - self.arrays[0].shape[2]), (0, 0)]

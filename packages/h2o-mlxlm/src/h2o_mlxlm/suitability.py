@@ -1,5 +1,6 @@
 """What a model must be to have the caches that are asked for; whatever it can't have is refused with the reason."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import mlx.nn as nn
@@ -8,6 +9,7 @@ from mlx_lm.models import mla
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import check_adaptive
+from h2o_mlxlm.budgets import HeadsOfLayer, check_split
 from h2o_mlxlm.forms import forms
 from h2o_mlxlm.layers import families, name_of
 from h2o_mlxlm.models import head_dim_of
@@ -65,16 +67,21 @@ def check_layers(model: nn.Module, own: list[Any], ours: list[bool], partial: bo
         )
 
 
-def check_heads(heads: str, configs: list[H2OConfig]) -> None:
+def check_heads(shapes: Sequence[HeadsOfLayer], configs: list[H2OConfig]) -> None:
     """Refuse ways to divide a layer that there are none of, or that the configurations don't suit."""
-    if heads not in get_args(Heads):
-        raise ValueError(f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, got {heads!r}")
-    if heads == "adaptive":
-        for config in configs:
+    for shape, config in zip(shapes, configs, strict=True):
+        if not isinstance(shape, str):
+            check_split(config)
+        elif shape not in get_args(Heads):
+            raise ValueError(
+                f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, or the budget of each head of each "
+                f"layer, got {shape!r}"
+            )
+        elif shape == "adaptive":
             check_adaptive(config)
 
 
-def check_storage(model: nn.Module, heads: str, storage: dict[str, Any]) -> None:
+def check_storage(model: nn.Module, heads: HeadsOfLayer, storage: dict[str, Any]) -> None:
     """Refuse to store rows as they can't be, for the width of the model's keys where it is known."""
     if heads == "adaptive" and storage["kv_bits"] is not None:
         raise ValueError(

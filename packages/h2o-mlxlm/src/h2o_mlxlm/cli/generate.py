@@ -133,7 +133,7 @@ def _generate(
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    from h2o_mlxlm.adaptive import OURS
+    from h2o_mlxlm.attention import OURS
 
     if args.seed is not None:
         mx.random.seed(args.seed)

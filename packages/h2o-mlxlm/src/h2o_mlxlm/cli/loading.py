@@ -95,7 +95,7 @@ def _full(model: Any, budget: int, how: dict[str, Any], rewind: int, scorer: Sco
     """Bytes of a model's caches that have seen more than they keep and take back."""
     import mlx.core as mx
 
-    from h2o_mlxlm.adaptive import OURS
+    from h2o_mlxlm.attention import OURS
     from h2o_mlxlm.integration import make_prompt_cache
 
     # Without arrays of its own a scorer changes no size, and may want inputs.

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_lm.cli_ui import ChatUI, print_chat_help, print_header_panel
 
 from h2o_core import H2OConfig
-from h2o_mlxlm.adaptive import OURS
+from h2o_mlxlm.attention import OURS
 from h2o_mlxlm.cli.loading import mean_of
 
 
