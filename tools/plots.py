@@ -4,9 +4,11 @@
     uv run --with matplotlib tools/plots.py kept docs/results/kept.csv docs/kept
     uv run --with matplotlib tools/plots.py long docs/results/long.csv docs/long
     uv run --with matplotlib tools/plots.py retrieval docs/results/retrieval.csv docs/retrieval
+    uv run --with matplotlib tools/plots.py needs docs/results/needs.csv docs/needs
 
-Each writes a .png and an .svg. ``loss`` and ``retrieval`` take the rows.csv of ``h2o-mlxlm eval``, ``long`` that of
-``h2o-mlxlm bench long --out``, ``kept`` that of tools/kept.py. ``--name OLD NEW`` writes a method otherwise than
+Each writes a .png and an .svg. ``loss`` and ``retrieval`` take the rows.csv of ``h2o-mlxlm eval``, ``needs`` that of
+``h2o-mlxlm calibrate``, ``long`` that of ``h2o-mlxlm bench long --out``, ``kept`` that of tools/kept.py. ``--name OLD
+NEW`` writes a method otherwise than
 the file does, and may be repeated; ``--only NAME ...`` leaves out the others.
 """
 
@@ -23,6 +25,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import PowerNorm
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
@@ -347,11 +350,49 @@ def retrieval(args):
     save(figure, args.out)
 
 
+# Needs of heads
+
+
+def shares_by_text(rows, budget):
+    """What each head costs with a budget, as a share of all heads: text to an array [layers, heads]."""
+    found = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if int(row["budget"]) == budget:
+            found[row["text"]][int(row["layer"]), int(row["head"])].append(max(0.0, float(row["kl"])))
+    shares = {}
+    for text, heads in sorted(found.items()):
+        shape = [max(place) + 1 for place in zip(*heads, strict=True)]
+        costs = np.zeros(shape)
+        for place, values in heads.items():
+            costs[place] = np.mean(values)
+        shares[text] = costs / costs.sum()
+    return shares
+
+
+def needs(args):
+    """Map what bounding one head alone costs, a panel for each text and one for their mean."""
+    rows = read(args.csv)
+    budget = min(int(row["budget"]) for row in rows)
+    shares = shares_by_text(rows, budget)
+    panels = {"mean": np.mean(list(shares.values()), axis=0)} | shares
+    figure, row_of_axes = plt.subplots(1, len(panels), figsize=(WIDTH, 4.2), sharey=True)
+    most = max(x.max() for x in panels.values())
+    for (name, costs), axes in zip(panels.items(), row_of_axes, strict=True):
+        image = axes.imshow(100 * costs, aspect="auto", cmap="Blues", norm=PowerNorm(0.5, 0, 100 * most))
+        axes.set_title(name)
+        axes.set_xticks(range(costs.shape[1]))
+        axes.tick_params(length=0)
+    row_of_axes[0].set_ylabel("layer")
+    figure.supxlabel(f"KV head, alone bounded to {budget} tokens", fontsize=8.5)
+    figure.colorbar(image, ax=row_of_axes, label="share of all heads' divergence, %", aspect=30)
+    save(figure, args.out)
+
+
 def main():
     """Draw the picture asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True, metavar="KIND")
-    for kind in (loss, kept, long, retrieval):
+    for kind in (loss, kept, long, retrieval, needs):
         added = kinds.add_parser(kind.__name__, help=kind.__doc__)
         added.add_argument("csv", type=Path)
         added.add_argument("out", type=Path, help="path without ending")

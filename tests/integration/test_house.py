@@ -43,6 +43,9 @@ COMMANDS = {
     'h2o-mlxlm generate --prompt-cache-file document.safetensors --prompt " what does it say?"': (
         "packages/h2o-mlxlm/tests/test_cache_prompt.py: test_the_readmes_commands"
     ),
+    "h2o-mlxlm calibrate --model mlx-community/Llama-3.2-3B-Instruct-4bit --out needs": (
+        "packages/h2o-mlxlm/tests/test_calibrate.py: test_the_command"
+    ),
     "uv run pytest": ".ci/run: test_all",
     # With a folder in place of the hub's ids.
     'H2O_TEST_MODELS="mlx-community/Llama-3.2-1B-Instruct-4bit mlx-community/Mistral-7B-Instruct-v0.3-4bit" '

@@ -161,7 +161,7 @@ def test_what_such_heads_cannot_do_is_refused(model, changes, message):
 
 
 def test_what_it_cannot_do_it_says(model):
-    with pytest.raises(ValueError, match="heads must be one of 'equal', 'adaptive', or the budget"):
+    with pytest.raises(ValueError, match="heads must be one of 'equal', 'adaptive', 'calibrated', Needs, or"):
         make_prompt_cache(model, CONFIG, heads="uneven")
     caches = make_prompt_cache(model, CONFIG, heads="adaptive")
     assert not caches[0].is_trimmable()

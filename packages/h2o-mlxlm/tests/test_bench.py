@@ -12,7 +12,7 @@ import pytest
 from h2o_mlxlm.benchmarks import layer, slopes, step, timing, variants, workload
 from h2o_mlxlm.benchmarks.layer import Shape
 from h2o_mlxlm.benchmarks.rows import append
-from h2o_mlxlm.benchmarks.variants import VARIANTS, Room
+from h2o_mlxlm.benchmarks.variants import VARIANTS, Room, chosen
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.cli import main
 
@@ -28,6 +28,8 @@ NARROW = [
     "h2o-rolling",
 ]  # head_dim 16 is too narrow for quantized
 CIRCUMSTANCES = {"machine", "chip", "device", "date", "versions"}
+
+OF_LAYERS = {name: variant for name, variant in VARIANTS.items() if not variant.whole}
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_without_json_it_prints_a_line_for_each(capsys):
 def test_step_fills_every_cache_and_bounded_ones_evict():
     """A full cache is what is timed: each step lets a row go, and nothing from the filling is still to do."""
     shape = Shape(2, 1, 64)
-    caches = step.full_caches(VARIANTS, shape, 32, context=300)
+    caches = step.full_caches(OF_LAYERS, shape, 32, context=300)
     before = {name: c.evictions for name, c in caches.items() if isinstance(c, H2OKVCache)}
     for cache in caches.values():
         layer.call(cache, layer.drawn(shape, 1))
@@ -90,11 +92,11 @@ def test_step_fills_every_cache_and_bounded_ones_evict():
 
 
 def test_mlx_lm_caches_are_its_own():
-    kinds = {name: type(VARIANTS[name].make(Room(32, 64))[0]).__name__ for name in VARIANTS}
+    kinds = {name: type(VARIANTS[name].make(Room(32, 64))[0]).__name__ for name in OF_LAYERS}
     assert kinds["full"] == "KVCache"
     assert kinds["recency"] == "RotatingKVCache"
     assert kinds["quantized"] == "QuantizedKVCache"
-    assert {kinds[name] for name in VARIANTS if name.startswith("h2o")} == {"H2OKVCache"}
+    assert {kinds[name] for name in OF_LAYERS if name.startswith("h2o")} == {"H2OKVCache"}
     bits = {name: VARIANTS[f"h2o-{name}"].make(Room(32, 64))[0].forms[1].bits for name in ("8bit", "kivi", "key")}
     assert bits == {"8bit": 8, "kivi": 4, "key": None}
 
@@ -312,3 +314,12 @@ def test_a_draw_is_evaluated():
     assert (q.shape, k.shape, v.shape) == ((2, 6, 4, 16), (2, 2, 4, 16), (2, 2, 4, 16))
     assert {x.dtype for x in (q, k, v)} == {mx.bfloat16}
     assert shape.row_bytes == 2 * 2 * 2 * 16 * 2
+
+
+def test_calibrated_heads_are_those_of_a_model_that_was_measured(make_model):
+    with pytest.raises(ValueError, match="h2o-calibrated is for a whole model"):
+        VARIANTS["h2o-calibrated"].make(Room(32, 64))
+    with pytest.raises(ValueError, match="no needs of this model's heads come with h2o_mlxlm"):
+        VARIANTS["h2o-calibrated"].make(Room(32, 16, make_model()))
+    assert "h2o-calibrated" not in chosen(None, (), 64)
+    assert list(chosen(["h2o-calibrated"], (), 64)) == ["h2o-calibrated"]

@@ -203,7 +203,13 @@ def test_help_loads_nothing_heavy():
         "heavy = {'mlx_lm', 'transformers', 'tqdm', 'h2o_mlxlm.evaluation'}\n"
         "print(sorted(heavy & sys.modules.keys()), file=sys.stderr)"
     )
-    for arguments in (["--help"], ["eval", "--help"], ["eval", "loss", "--help"], ["compare", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["eval", "--help"],
+        ["eval", "loss", "--help"],
+        ["compare", "--help"],
+        ["calibrate", "--help"],
+    ):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
         assert done.stderr == "[]\n"
         assert "usage" in done.stdout

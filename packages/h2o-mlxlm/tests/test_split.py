@@ -182,7 +182,7 @@ def test_a_step_scores_all_layers_in_one_go():
         (BUDGETS, [CONFIG] * 2, ValueError, "divides the budget of one H2OConfig, got a list of 2"),
         (BUDGETS, H2OConfig(16, positions="rolling"), ValueError, "different ranks, got positions='rolling'"),
         (BUDGETS, H2OConfig(16, scorer="qfilters"), ValueError, "take no inputs, and scorer 'qfilters' needs"),
-        ("uneven", CONFIG, ValueError, "heads must be one of 'equal', 'adaptive'.*got 'uneven'"),
+        ("uneven", CONFIG, ValueError, "heads must be one of 'equal', 'adaptive', 'calibrated'.*got 'uneven'"),
     ],
 )
 def test_what_can_not_be_is_refused_at_construction(model, heads, config, error, message):

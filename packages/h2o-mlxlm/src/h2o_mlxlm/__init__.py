@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory
     from h2o_mlxlm.integration import bounded_layers, install, make_prompt_cache, uninstall
     from h2o_mlxlm.models import load
+    from h2o_mlxlm.needs import Needs, load_needs, save_needs
     from h2o_mlxlm.persistence import load_prompt_cache, save_prompt_cache
     from h2o_mlxlm.split import SplitH2OKVCache
 
@@ -30,12 +31,15 @@ _HOME = {
     "KVCacheBuilder": "h2o_mlxlm.compat",
     "KVCacheConfig": "h2o_mlxlm.compat",
     "KVCacheFactory": "h2o_mlxlm.compat",
+    "Needs": "h2o_mlxlm.needs",
     "SplitH2OKVCache": "h2o_mlxlm.split",
     "bounded_layers": "h2o_mlxlm.integration",
     "install": "h2o_mlxlm.integration",
     "load": "h2o_mlxlm.models",
+    "load_needs": "h2o_mlxlm.needs",
     "load_prompt_cache": "h2o_mlxlm.persistence",
     "make_prompt_cache": "h2o_mlxlm.integration",
+    "save_needs": "h2o_mlxlm.needs",
     "save_prompt_cache": "h2o_mlxlm.persistence",
     "pyramid": "h2o_mlxlm.budgets",
     "scaled_dot_product_attention": "h2o_mlxlm.attention",
@@ -49,13 +53,16 @@ __all__ = [
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
+    "Needs",
     "SplitH2OKVCache",
     "bounded_layers",
     "install",
     "load",
+    "load_needs",
     "load_prompt_cache",
     "make_prompt_cache",
     "pyramid",
+    "save_needs",
     "save_prompt_cache",
     "scaled_dot_product_attention",
     "uninstall",

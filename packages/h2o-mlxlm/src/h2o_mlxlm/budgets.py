@@ -109,10 +109,7 @@ def heads_of_layers(
     """
     if isinstance(heads, str):
         return [heads] * n_layers
-    if not isinstance(config, H2OConfig):
-        raise ValueError(
-            f"a budget for each head divides the budget of one H2OConfig, got a list of {len(config)}: pass one"
-        )
+    budget = one_budget(config)
     if len(heads) != n_layers:
         raise ValueError(
             f"heads has budgets for each layer with an H2O cache, of which this model has {n_layers}, got {len(heads)}"
@@ -120,12 +117,25 @@ def heads_of_layers(
     each = [budget for layer in heads for budget in layer]
     if wrong := [budget for budget in each if isinstance(budget, bool) or not isinstance(budget, int)]:
         raise TypeError(f"the budget of a head must be an integer number of tokens, got {wrong[0]!r}")
-    if sum(each) > config.budget * len(each):
+    if sum(each) > budget * len(each):
         raise ValueError(
-            f"heads keep budget={config.budget} tokens on average at most, got budgets with a mean of "
+            f"heads keep budget={budget} tokens on average at most, got budgets with a mean of "
             f"{sum(each) / len(each):.1f}: lower them, or raise budget"
         )
     return heads
+
+
+def one_budget(config: H2OConfig | Sequence[H2OConfig]) -> int:
+    """Read the budget that heads divide.
+
+    Raises:
+        ValueError: There is a list of configurations.
+    """
+    if not isinstance(config, H2OConfig):
+        raise ValueError(
+            f"a budget for each head divides the budget of one H2OConfig, got a list of {len(config)}: pass one"
+        )
+    return config.budget
 
 
 def groups(config: H2OConfig, budgets: Sequence[int]) -> Iterator[tuple[tuple[int, ...], H2OConfig]]:

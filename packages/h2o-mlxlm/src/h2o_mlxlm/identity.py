@@ -21,3 +21,22 @@ def model_identity(model: Any) -> str:
     _, name, weight = min(matrices, key=lambda m: m[:2])
     content = hashlib.sha256(bytes(memoryview(weight.astype(mx.float32)))).hexdigest()
     return identity(vars(args) if args is not None else type(model).__name__, name, str(weight.dtype), content)
+
+
+def needs_identity(model: Any) -> str:
+    """Hash what a model has in common with itself in another dtype, or quantised: its 1-D weights, and its depth.
+
+    Norms and biases are never quantised. They are rounded to bfloat16, as a model is that is cast to it.
+
+    Raises:
+        ValueError: The model has no such weights.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights: list[Any] = list(tree_flatten(model.parameters()))
+    rounded = {name: w.astype(mx.bfloat16).view(mx.uint16) for name, w in weights if w.ndim == 1}
+    if not rounded:
+        raise ValueError(f"{type(model).__module__} has no weights of one dimension (norms) to tell a model by")
+    contents = [(name, hashlib.sha256(bytes(memoryview(w))).hexdigest()) for name, w in sorted(rounded.items())]
+    return identity(contents, len(model.layers))

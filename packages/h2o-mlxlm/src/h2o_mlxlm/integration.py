@@ -13,11 +13,12 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
 from h2o_mlxlm.attention import place_hook
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers
+from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers, one_budget
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.forms import Pair
 from h2o_mlxlm.layers import layers_of, rotation_for, scale_of, trained_length
+from h2o_mlxlm.needs import Needs, needs_for
 from h2o_mlxlm.speculative import place_check
 from h2o_mlxlm.split import SplitH2OKVCache
 from h2o_mlxlm.suitability import (
@@ -37,7 +38,7 @@ def make_prompt_cache(
     config: H2OConfig | Sequence[H2OConfig],
     partial: bool = False,
     backend: str = "auto",
-    heads: Heads | Sequence[Sequence[int]] = "equal",
+    heads: Heads | Needs | Sequence[Sequence[int]] = "equal",
     kv_bits: int | Pair | None = None,
     kv_group_size: int | Pair = 64,
     kv_quantizer: str = "per_token",
@@ -56,8 +57,10 @@ def make_prompt_cache(
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
         backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
         heads: ``"equal"``: each head keeps ``budget`` tokens. The others keep so many on average. ``"adaptive"``:
-            more in those of a layer that look at more in this prompt, see ``AdaptiveH2OKVCache``. A list with the
-            budget of each head, for each layer that gets an H2O cache: see ``SplitH2OKVCache``.
+            more in those of a layer that look at more in this prompt, see ``AdaptiveH2OKVCache``. ``Needs``: more in
+            those of the model that were measured to need more; ``"calibrated"``: by the needs that come with this
+            package, if it knows the model. Or the budget of each head, for each layer that gets an H2O cache. See
+            ``SplitH2OKVCache``.
         kv_bits: 8 or 4 stores the rows of H2O caches quantised, None as the model makes them. A pair is for keys and
             for values. Sliding windows stay as they are.
         kv_group_size: Numbers that share a scale: 32, 64 or 128, or a pair.
@@ -80,6 +83,8 @@ def make_prompt_cache(
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
+    if heads == "calibrated" or isinstance(heads, Needs):
+        heads = needs_for(model, None if isinstance(heads, str) else heads).budgets_for(one_budget(config))
     shapes = heads_of_layers(heads, config, sum(ours))
     check_heads(shapes, configs)
     hooked = place_hook(model)

@@ -14,7 +14,7 @@ from h2o_mlxlm.forms import forms
 from h2o_mlxlm.layers import families, name_of
 from h2o_mlxlm.models import head_dim_of
 
-Heads = Literal["equal", "adaptive"]
+Heads = Literal["equal", "adaptive", "calibrated"]
 
 # Models that take a row's place in the cache for its position, with any configuration.
 PLACE_MATTERS = ("afm7", "phi3small")
@@ -74,8 +74,8 @@ def check_heads(shapes: Sequence[HeadsOfLayer], configs: list[H2OConfig]) -> Non
             check_split(config)
         elif shape not in get_args(Heads):
             raise ValueError(
-                f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, or the budget of each head of each "
-                f"layer, got {shape!r}"
+                f"heads must be one of {', '.join(map(repr, get_args(Heads)))}, Needs, or the budget of each head of "
+                f"each layer, got {shape!r}"
             )
         elif shape == "adaptive":
             check_adaptive(config)

@@ -32,11 +32,13 @@ class Variant:
         make: Makes a fresh cache for each layer of a room.
         grows: It keeps every token, whatever the budget.
         width: What head_dim must be a multiple of.
+        whole: It is for a whole model alone, and must be asked for.
     """
 
     make: Callable[[Room], list[Any]]
     grows: bool = False
     width: int = 1
+    whole: bool = False
 
 
 def _theirs(name: str, *, bounded: bool = False, **settings: Any) -> Callable[[Room], list[Any]]:
@@ -76,12 +78,19 @@ def _ours(storage: dict[str, Any] | None = None, **changes: Any) -> Callable[[Ro
     return make
 
 
+def _calibrated(room: Room) -> list[Any]:
+    if room.model is None:
+        raise ValueError("h2o-calibrated is for a whole model, of which heads were measured: leave it out of --methods")
+    return _ours({"heads": "calibrated"})(room)
+
+
 VARIANTS = {
     "full": Variant(_theirs("KVCache"), grows=True),
     "recency": Variant(_theirs("RotatingKVCache", bounded=True, keep=4)),
     "quantized": Variant(_theirs("QuantizedKVCache", group_size=64, bits=8), grows=True, width=64),
     "h2o": Variant(_ours()),
     "h2o-books": Variant(_ours(long_share=0.35)),
+    "h2o-calibrated": Variant(_calibrated, whole=True),
     "h2o-rewind": Variant(_ours(rewind=3)),
     "h2o-key": Variant(_ours(queries="key")),
     "h2o-rolling": Variant(_ours(positions="rolling")),
@@ -137,7 +146,7 @@ def chosen(
         ValueError: A variant that was asked for can't have this width, a path names nothing, or the baseline is
             not among them.
     """
-    wanted = list(VARIANTS) if names is None else names
+    wanted = [name for name, variant in VARIANTS.items() if not variant.whole] if names is None else names
     for name in names or ():
         if head_dim % VARIANTS[name].width:
             raise ValueError(

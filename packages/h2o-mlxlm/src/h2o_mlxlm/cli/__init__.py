@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from h2o_mlxlm.cli import bench, cache_prompt, chat, compare, evaluate, generate, server, trace
+from h2o_mlxlm.cli import bench, cache_prompt, calibrate, chat, compare, evaluate, generate, server, trace
 from h2o_mlxlm.cli.flags import Parser
 
 __all__ = ["main"]
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server.add_to(commands)
     bench.add_to(commands)
     evaluate.add_to(commands)
+    calibrate.add_to(commands)
     compare.add_to(commands)
     trace.add_to(commands)
     args = parser.parse_args(argv)

@@ -5,7 +5,6 @@ interrupted, and more methods, budgets or windows add to what is there.
 """
 
 import argparse
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +113,19 @@ def run_loss(args: argparse.Namespace) -> int:
     from h2o_mlxlm.evaluation import loss, summary, windows
 
     texts = windows.read_texts(args.text)
-    rows = _rows(args, loss)
+    rows = rows_of(args, loss)
     model, tokenizer = loaded(args.model)
-    about = _circumstances(args, model)
+    about = circumstances_of(args, model)
     shape = loss.Shape(args.context, args.scored, args.batch, args.prefill_step_size)
     length = args.context + args.scored
     tokens = {name: windows.windows(tokenizer, name, text, args.windows, length) for name, text in texts.items()}
     runs = {name: loss.run_of(about["model"], texts[name], tokens[name], shape) for name in texts}
     todo = list(loss.units(tokens, runs, variants, shape))
     store = loss.FullStore(Path(args.out) / "full", model, about["model"], shape)
-    with _bar(todo, "batch") as bar:
+    with bar_of(todo, "batch") as bar:
         loss.measure(model, todo, rows, store, bar.update)
     entries = summary.summarise(summary.gathered(rows, runs, args.windows))
-    about |= {"texts": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
+    about |= {"texts": windows.checksums(texts)}
     return _finish(args, about, entries, summary.loss_tables(entries))
 
 
@@ -141,12 +140,12 @@ def run_generation(args: argparse.Namespace) -> int:
     texts = [text for text in texts if text.strip()][: args.n_prompts]
     if not texts:
         raise ValueError(f"--prompts: {args.prompts} has no prompt, which is a line that is not empty")
-    rows = _rows(args, generation)
+    rows = rows_of(args, generation)
     model, tokenizer = loaded(args.model)
-    about = _circumstances(args, model)
+    about = circumstances_of(args, model)
     manner = generation.Manner(args.tokens, args.temp, args.batch, args.prefill_step_size)
     todo = list(generation.units([templated(tokenizer, t) for t in texts], variants, about["model"], manner))
-    with _bar(todo, "batch") as bar:
+    with bar_of(todo, "batch") as bar:
         generation.measure(model, tokenizer, todo, manner, rows, Path(args.out) / "texts", bar.update)
     entries = generation.summarise(rows, todo)
     return _finish(args, about, entries, generation.generation_table(entries))
@@ -160,9 +159,9 @@ def run_retrieval(args: argparse.Namespace) -> int:
     texts = {"filler": retrieval.FILLER}
     if "prose" in args.forms:
         texts["prose"] = _prose(windows.read_texts([args.text] if args.text else []), args.text)
-    rows = _rows(args, retrieval)
+    rows = rows_of(args, retrieval)
     model, tokenizer = loaded(args.model)
-    about = _circumstances(args, model)
+    about = circumstances_of(args, model)
     cells = [
         retrieval.make_cell(tokenizer, form, texts[form], depth, length, args.trials, args.key_seed)
         for form in dict.fromkeys(args.forms)
@@ -170,7 +169,7 @@ def run_retrieval(args: argparse.Namespace) -> int:
         for depth in args.depths
     ]
     todo = list(retrieval.units(cells, variants, about["model"], args.tokens, args.prefill_step_size))
-    with _bar(todo, "batch") as bar:
+    with bar_of(todo, "batch") as bar:
         retrieval.measure(model, tokenizer, todo, args.tokens, args.prefill_step_size, rows, bar.update)
     entries = retrieval.summarise(rows, todo)
     return _finish(args, about, entries, retrieval.heat_maps(entries))
@@ -191,13 +190,15 @@ def chosen_variants(args: argparse.Namespace, budgets: list[int], seeds: list[in
     return variants(args.methods, budgets, args.settings or args.default_settings, seeds, label, sampled)
 
 
-def _rows(args: argparse.Namespace, kind: Any) -> Any:
+def rows_of(args: argparse.Namespace, kind: Any) -> Any:
+    """Open the rows of --out, for what a module measures."""
     from h2o_mlxlm.evaluation.results import Rows
 
     return Rows(Path(args.out) / "rows.csv", kind.COLUMNS, kind.KEY)
 
 
-def _circumstances(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+def circumstances_of(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Say on what, where, with what and by which flags something is measured."""
     from h2o_mlxlm.circumstances import circumstances
     from h2o_mlxlm.identity import model_identity
 
@@ -206,7 +207,8 @@ def _circumstances(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     return {"model": model_identity(model), **circumstances(packages), "asked": asked}
 
 
-def _bar(todo: list[Any], unit: str) -> Any:
+def bar_of(todo: list[Any], unit: str) -> Any:
+    """Begin a bar of what is done."""
     from tqdm import tqdm
 
     return tqdm(total=len(todo), unit=unit, disable=None)  # None: only on a terminal

@@ -106,6 +106,16 @@ def scorer(text: str) -> Scorer:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def needs(path: str) -> Any:
+    """Read a file that ``h2o-mlxlm calibrate`` wrote."""
+    from h2o_mlxlm.needs import load_needs
+
+    try:
+        return load_needs(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class _Given(argparse.Action):
     """Stores a value, or True without one, and that it was given: a saved cache has its own configuration."""
 
@@ -160,9 +170,16 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget-shape",
-        choices=["equal", "pyramid", "adaptive"],
+        choices=["equal", "pyramid", "adaptive", "calibrated"],
         default="equal",
-        help="Who holds more for the same total (%(default)s): nobody, lower layers, or heads that look at more",
+        help="Who holds more for the same total (%(default)s): nobody, lower layers, heads that look at more in this "
+        "prompt, or heads that were measured to need more",
+    )
+    add(
+        "--needs",
+        type=needs,
+        help="What h2o-mlxlm calibrate measured of the model, for --budget-shape calibrated (what comes with the "
+        "package, for the model that is used when none is named)",
     )
     add(
         "--rewind",
@@ -194,6 +211,8 @@ def check_cache_flags(args: argparse.Namespace) -> None:
     from h2o_mlxlm.backend import backend_of
     from h2o_mlxlm.forms import forms
 
+    if args.needs is not None and args.budget_shape != "calibrated":
+        raise ValueError(f"--needs is for --budget-shape calibrated alone, got {args.budget_shape}: leave it out")
     backend_of(args.backend)
     forms(args.kv_bits, args.kv_group_size, args.kv_quantizer)
     if isinstance(args.budget, int):
@@ -215,7 +234,8 @@ def check_no_inputs(args: argparse.Namespace) -> None:
 
 def how_from(args: argparse.Namespace) -> dict[str, Any]:
     """Say what ``make_prompt_cache`` and ``install`` take, beside the model and the configuration."""
-    heads = "adaptive" if args.budget_shape == "adaptive" else "equal"
+    shape = args.budget_shape
+    heads = args.needs or shape if shape in ("adaptive", "calibrated") else "equal"
     return {"heads": heads} | {name: getattr(args, name) for name in HOW}
 
 

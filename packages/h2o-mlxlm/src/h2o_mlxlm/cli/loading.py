@@ -100,8 +100,10 @@ def _full(model: Any, budget: int, how: dict[str, Any], rewind: int, scorer: Sco
 
     # Without arrays of its own a scorer changes no size, and may want inputs.
     kept: Any = scorer if scorer is not None and scorer.extras else "h2o"
+    # Heads of a layer or model share its places, whoever gets them.
+    how = how | {"heads": "adaptive" if how.get("heads") == "adaptive" else "equal"}
     # Key queries work with every model; the others need the model's own.
-    own = rewind or how.get("heads") == "adaptive" or kept != "h2o"
+    own = rewind or how["heads"] == "adaptive" or kept != "h2o"
     queries: Queries = "true" if own else "key"
     config = H2OConfig(budget, n_sink=0, grace=0, queries=queries, rewind=rewind, scorer=kept)
     caches = make_prompt_cache(model, config, **how)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from h2o_core import H2OConfig
 from h2o_core.scorer import scorer_from, scorer_names
+from h2o_mlxlm.needs import load_needs, packaged_text
 
 Make = Callable[[Any, int, dict[str, Any], int], list[Any]]
 """(model, budget, settings, seed) to fresh caches, one a layer."""
@@ -28,6 +29,7 @@ class Method(NamedTuple):
     settings: bool = False  # fields of H2OConfig
     seeded: bool = False
     scorer: str = "h2o"  # as scorer_from reads it
+    also: Callable[[], str] = str  # what else its caches depend on
 
 
 def _full(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
@@ -63,6 +65,12 @@ def _adaptive(model: Any, budget: int, settings: dict[str, Any], seed: int) -> l
     return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads="adaptive")
 
 
+def _calibrated(model: Any, budget: int, settings: dict[str, Any], seed: int, needs: Any = "calibrated") -> list[Any]:
+    from h2o_mlxlm.integration import make_prompt_cache
+
+    return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads=needs)
+
+
 def _random(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
     from h2o_mlxlm.evaluation.random_mass import random_caches
 
@@ -78,6 +86,7 @@ METHODS = {
     "h2o": Method(_h2o, settings=True),
     "pyramid": Method(_pyramid, settings=True),
     "adaptive": Method(_adaptive, settings=True),
+    "calibrated": Method(_calibrated, settings=True, also=packaged_text),
     "h2o-8bit": Method(partial(_h2o, kv_bits=8), settings=True),
     "h2o-4bit": Method(partial(_h2o, kv_bits=4), settings=True),
     "h2o-8bit-4bit": Method(partial(_h2o, kv_bits=(8, 4)), settings=True),
@@ -92,7 +101,8 @@ class Variant:
     """A method with everything that it is run with.
 
     Args:
-        method: A name in ``METHODS``, a scorer such as ``"snapkv window=16"``, or ``package.module:function``.
+        method: A name in ``METHODS``, a scorer such as ``"snapkv window=16"``, ``"calibrated FILE"`` with what
+            ``h2o-mlxlm calibrate`` wrote, or ``package.module:function``.
         budget: Tokens per KV head; 0 for a method without one.
         settings: As ``settings_text`` writes them.
         seed: Of random numbers.
@@ -116,7 +126,7 @@ class Variant:
         if not method.settings:
             return ""
         config = H2OConfig(budget=self.budget, scorer=scorer_from(method.scorer), **settings_of(self.settings))
-        return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()[:8]
+        return hashlib.sha256((json.dumps(asdict(config), sort_keys=True) + method.also()).encode()).hexdigest()[:8]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -134,10 +144,14 @@ def method_of(name: str) -> Method:
     """Find a method by its name, or a scorer's, or import ``package.module:function``, a function of (model, budget).
 
     Raises:
-        ValueError: There is no such method, or the scorer needs what is made from a prompt.
+        OSError: There is no such file.
+        ValueError: There is no such method, the scorer needs what is made from a prompt, or the file holds no needs.
     """
     if name in METHODS:
         return METHODS[name]
+    if name.startswith("calibrated "):
+        needs = load_needs(name.removeprefix("calibrated "))
+        return Method(partial(_calibrated, needs=needs), settings=True, also=partial(repr, needs))
     if name.split()[:1] and name.split()[0] in scorer_names():
         return _of_scorer(name)
     module, colon, function = name.partition(":")

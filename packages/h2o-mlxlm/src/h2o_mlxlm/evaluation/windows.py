@@ -1,6 +1,7 @@
 """Texts, and the windows of tokens that loss is measured on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ def read_texts(paths: Sequence[str] = ()) -> dict[str, str]:
     if len(texts) < len(paths):
         raise ValueError(f"each --text file needs a name of its own, got {', '.join(paths)}")
     return texts
+
+
+def checksums(texts: Mapping[str, str]) -> dict[str, str]:
+    """Say by SHA-256 which texts these are."""
+    return {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def windows(tokenizer: Any, name: str, text: str, n_windows: int, length: int) -> mx.array:
