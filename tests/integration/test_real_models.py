@@ -82,6 +82,11 @@ def test_loss_lies_between_the_full_cache_and_recency_where_context_matters(mode
         assert full.mean().item() < UNIGRAM - 1
     else:
         assert 0 < ours.mean().item() < recency.mean().item()
+        by_need = make_prompt_cache(model.model, H2OConfig(budget=budget), heads="calibrated")
+        calibrated = losses(model, by_need) - full
+        assert sum(c.tokens_kept.sum().item() for c in by_need) <= len(ours) * len(by_need) * 3 * budget
+        # Measured on other texts.
+        assert 0 < calibrated.mean().item() < 0.7 * ours.mean().item()
 
 
 def test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens(model):

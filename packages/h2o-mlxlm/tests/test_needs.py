@@ -52,7 +52,7 @@ def searched(costs, tokens, budget):
 @given(layers, st.sampled_from([(0.5, 1, 4, 8), (0.5, 8, 4), (1,), (0.5, 1)]))
 def test_budgets_are_those_of_a_naive_search(losses, levels):
     """With budgets that were measured, so that the losses are known."""
-    found = of(losses).budgets_for(16, levels)
+    found = of(losses).budgets_for(16, levels, least=1)
     assert [len(layer) for layer in found] == [len(layer) for layer in losses]
     held, tokens = [n for layer in found for n in layer], sorted(int(16 * level) for level in levels)
     costs = [[cost[BUDGETS.index(n)] for n in tokens] for cost in costs_of(losses)]
@@ -66,7 +66,7 @@ def test_budgets_are_those_of_a_naive_search(losses, levels):
 def test_a_head_with_more_to_save_gets_no_less(losses):
     """More between any two levels: a head that loses much whatever its budget does not come first."""
     costs = costs_of(losses)
-    held = [n for layer in of(losses).budgets_for(16, (0.5, 1, 4, 8)) for n in layer]
+    held = [n for layer in of(losses).budgets_for(16, (0.5, 1, 4, 8), least=1) for n in layer]
     for a, b in combinations(range(len(costs)), 2):
         # The lower one has the lot where they are equal.
         if all(costs[a][i] - costs[a][j] >= costs[b][i] - costs[b][j] for i, j in combinations(range(4), 2)):
@@ -77,7 +77,7 @@ def test_a_head_with_more_to_save_gets_no_less(losses):
 def test_the_total_is_that_of_equal_budgets_at_most(losses, budget):
     held = [n for layer in of(losses).budgets_for(budget) for n in layer]
     assert sum(held) <= budget * len(held)
-    assert min(held) >= budget // 4
+    assert min(held) >= min(24, budget)
 
 
 @given(st.floats(0.3, 2.5), st.integers(1, 5000))
@@ -109,7 +109,7 @@ def test_a_line_goes_on_as_steep_as_is_allowed(losses, budget, expected):
 
 def test_levels_are_rounded_down_to_whole_tokens():
     flat = of([[(0.9, 0.5, 0.1, 0.01)] * 3])
-    assert flat.budgets_for(17, (0.5,)) == [[8, 8, 8]]
+    assert flat.budgets_for(17, (0.5,), least=1) == [[8, 8, 8]]
     # 0.29 · 100 is 28.999999999999996 in binary.
     assert flat.budgets_for(100, (0.29,)) == [[29, 29, 29]]
 
@@ -117,8 +117,7 @@ def test_levels_are_rounded_down_to_whole_tokens():
 @pytest.mark.parametrize(
     ("budget", "levels", "message"),
     [
-        (1, (0.5, 1), r"lowest level .* got 0.5 of levels=\(0.5, 1\) with budget=1: let the lowest be between 1 and 1"),
-        (16, (2, 4), r"lowest level .* got 2 of levels=\(2, 4\) with budget=16: .* between 0.0625 and 1"),
+        (16, (2, 4), r"lowest level must be 1 at most, for budgets to fit, got levels=\(2, 4\)"),
         (16, (), r"levels must be positive .* got \(\) with budget=16"),
         (16, (0, 1), "levels must be positive"),
         (16, (math.nan,), "levels must be positive"),
@@ -130,7 +129,19 @@ def test_levels_are_rounded_down_to_whole_tokens():
 )
 def test_budgets_that_can_not_be_are_refused(budget, levels, message):
     with pytest.raises(ValueError, match=message):
-        SOME.budgets_for(budget, levels)
+        SOME.budgets_for(budget, levels, least=1)
+
+
+@pytest.mark.parametrize("least", [0, 2.0, True])
+def test_the_least_is_a_number_of_tokens(least):
+    with pytest.raises(ValueError, match="least must be a whole number of tokens from 1"):
+        SOME.budgets_for(16, least=least)
+
+
+def test_every_head_gets_the_least_if_the_mean_allows():
+    assert SOME.budgets_for(16, (0.5, 1, 4, 8)) == [[16, 16], [16]]
+    assert SOME.budgets_for(32, (0.5, 1, 2)) == [[32, 24], [32]]
+    assert SOME.budgets_for(30, (0.25, 1)) == [[30, 24], [30]]
 
 
 def test_a_file_brings_back_what_was_saved(tmp_path):

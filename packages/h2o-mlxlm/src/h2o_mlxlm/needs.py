@@ -21,8 +21,11 @@ from h2o_mlxlm.identity import needs_identity
 FORMAT = 1
 """Of a file. Another number for another meaning."""
 
-LEVELS = (0.25, 0.375, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8)
+LEVELS = (0.125, 0.1875, 0.25, 0.375, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8)
 """Budgets that heads get, as multiples of the mean one."""
+
+LEAST = 24
+"""Tokens that every head gets, if the mean allows: with fewer, loss grew on the texts that were searched on."""
 
 FLOOR = 1e-5
 """The least loss that is told from none."""
@@ -59,7 +62,7 @@ class Needs:
         _check_budgets(self.budgets)
         _check_losses(self.losses, len(self.budgets))
 
-    def budgets_for(self, budget: int, levels: Sequence[float] = LEVELS) -> list[list[int]]:
+    def budgets_for(self, budget: int, levels: Sequence[float] = LEVELS, least: int = LEAST) -> list[list[int]]:
         """Give each head a budget, more where more would be lost, for a total of at most ``budget`` times the heads.
 
         Every head starts at the lowest level. Then again and again the raise of one head, to any higher level, is made
@@ -72,26 +75,27 @@ class Needs:
         Args:
             budget: Tokens that a head keeps on average, at most.
             levels: Budgets to choose from, as multiples of ``budget``, rounded down to whole tokens.
+            least: Tokens that every head gets, whatever the levels; ``budget``, if that is less.
 
         Returns:
             Tokens, by layer and head.
 
         Raises:
-            ValueError: A level is no positive number, or the lowest is less than a token or more than ``budget``.
+            ValueError: A level is no positive number, the lowest is above 1, or ``least`` is no whole number.
 
         >>> little, much = (0.02, 0.01), (3.0, 0.7)
         >>> needs = Needs("tiny", (8, 32), ((little, much, little, (0.2, 0.1)), (little,) * 4))
-        >>> needs.budgets_for(16, levels=(0.5, 1, 4, 8))
+        >>> needs.budgets_for(16, levels=(0.5, 1, 4, 8), least=1)
         [[8, 64, 8, 16], [8, 8, 8, 8]]
         """
-        tokens = _tokens(budget, levels)
+        tokens = _tokens(budget, levels, least)
         heads = [head for layer in self.losses for head in layer]
         costs = [[_loss_at(self.budgets, head, n) for n in tokens] for head in heads]
         given = iter(_raised(costs, tokens, budget * len(heads)))
         return [[next(given) for _ in layer] for layer in self.losses]
 
 
-def _tokens(budget: int, levels: Sequence[float]) -> list[int]:
+def _tokens(budget: int, levels: Sequence[float], least: int) -> list[int]:
     """Tokens of each level, ascending."""
     if not is_whole(budget, 1, MOST_TOKENS):
         raise ValueError(f"budget must be a whole number from 1 to {MOST_TOKENS}, got {budget!r}")
@@ -100,14 +104,12 @@ def _tokens(budget: int, levels: Sequence[float]) -> list[int]:
             f"levels must be positive multiples of the budget, of at most {MOST_TOKENS} tokens, got {levels!r} with "
             f"budget={budget}"
         )
+    if not is_whole(least, 1, MOST_TOKENS):
+        raise ValueError(f"least must be a whole number of tokens from 1 to {MOST_TOKENS}, got {least!r}")
+    if min(levels) > 1:
+        raise ValueError(f"the lowest level must be 1 at most, for budgets to fit, got levels={tuple(levels)}")
     # A product such as 0.29 · 100 falls short of a whole number by its rounding alone.
-    tokens = sorted({int(round(level * budget, 6)) for level in levels})
-    if not 1 <= tokens[0] <= budget:
-        raise ValueError(
-            f"the lowest level must be from 1 token to the budget, got {min(levels)} of levels={tuple(levels)} with "
-            f"budget={budget}: let the lowest be between {1 / budget:.3g} and 1"
-        )
-    return tokens
+    return sorted({max(min(least, budget), int(round(level * budget, 6))) for level in levels})
 
 
 def _loss_at(budgets: Sequence[int], losses: Sequence[float], budget: int) -> float:
@@ -182,19 +184,14 @@ def save_needs(path: str | Path, needs: Needs, about: Mapping[str, Any]) -> None
 
 def packaged_needs(identity: str) -> Needs | None:
     """Find the needs of a model among those that the package carries, by ``needs_identity``; None if it has none."""
-    carried = (_read(text) for text in _packaged())
-    return next((needs for needs in carried if needs.model == identity), None)
+    return next((needs for needs in packaged() if needs.model == identity), None)
 
 
-def packaged_text() -> str:
-    """Return all that the package carries, to tell one version's from another's."""
-    return "".join(_packaged())
-
-
-def _packaged() -> Iterator[str]:
+def packaged() -> list[Needs]:
+    """Read all needs that the package carries."""
     folder = files("h2o_mlxlm") / "needs"
     names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".json")) if folder.is_dir() else []
-    return ((folder / name).read_text(encoding="utf-8") for name in names)
+    return [_read((folder / name).read_text(encoding="utf-8")) for name in names]
 
 
 def needs_for(model: Any, needs: Needs | None = None) -> Needs:

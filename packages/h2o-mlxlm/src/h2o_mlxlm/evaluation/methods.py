@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from h2o_core import H2OConfig
 from h2o_core.scorer import scorer_from, scorer_names
-from h2o_mlxlm.needs import load_needs, packaged_text
+from h2o_mlxlm.needs import load_needs, packaged
 
 Make = Callable[[Any, int, dict[str, Any], int], list[Any]]
 """(model, budget, settings, seed) to fresh caches, one a layer."""
@@ -86,7 +86,7 @@ METHODS = {
     "h2o": Method(_h2o, settings=True),
     "pyramid": Method(_pyramid, settings=True),
     "adaptive": Method(_adaptive, settings=True),
-    "calibrated": Method(_calibrated, settings=True, also=packaged_text),
+    "calibrated": Method(_calibrated, settings=True, also=lambda: repr(packaged())),
     "h2o-8bit": Method(partial(_h2o, kv_bits=8), settings=True),
     "h2o-4bit": Method(partial(_h2o, kv_bits=4), settings=True),
     "h2o-8bit-4bit": Method(partial(_h2o, kv_bits=(8, 4)), settings=True),
