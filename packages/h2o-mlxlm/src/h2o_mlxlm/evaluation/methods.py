@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from h2o_core import H2OConfig
 from h2o_core.scorer import scorer_from, scorer_names
-from h2o_mlxlm.needs import load_needs, packaged
+from h2o_mlxlm.needs import LEAST, LEVELS, load_needs, packaged
 
 Make = Callable[[Any, int, dict[str, Any], int], list[Any]]
 """(model, budget, settings, seed) to fresh caches, one a layer."""
@@ -71,6 +71,11 @@ def _calibrated(model: Any, budget: int, settings: dict[str, Any], seed: int, ne
     return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads=needs)
 
 
+def _told(needs: Any) -> str:
+    """Write down all that budgets of heads depend on."""
+    return repr((needs, LEVELS, LEAST))
+
+
 def _random(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
     from h2o_mlxlm.evaluation.random_mass import random_caches
 
@@ -86,7 +91,7 @@ METHODS = {
     "h2o": Method(_h2o, settings=True),
     "pyramid": Method(_pyramid, settings=True),
     "adaptive": Method(_adaptive, settings=True),
-    "calibrated": Method(_calibrated, settings=True, also=lambda: repr(packaged())),
+    "calibrated": Method(_calibrated, settings=True, also=lambda: _told(packaged())),
     "h2o-8bit": Method(partial(_h2o, kv_bits=8), settings=True),
     "h2o-4bit": Method(partial(_h2o, kv_bits=4), settings=True),
     "h2o-8bit-4bit": Method(partial(_h2o, kv_bits=(8, 4)), settings=True),
@@ -151,7 +156,7 @@ def method_of(name: str) -> Method:
         return METHODS[name]
     if name.startswith("calibrated "):
         needs = load_needs(name.removeprefix("calibrated "))
-        return Method(partial(_calibrated, needs=needs), settings=True, also=partial(repr, needs))
+        return Method(partial(_calibrated, needs=needs), settings=True, also=partial(_told, needs))
     if name.split()[:1] and name.split()[0] in scorer_names():
         return _of_scorer(name)
     module, colon, function = name.partition(":")
