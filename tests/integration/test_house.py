@@ -25,7 +25,11 @@ COMMANDS = {
     "pip install uv": ".ci/run: install_uv",
     "pip install uv && uv sync": ".ci/run: install_uv",
     'uv run h2o-mlxlm generate --prompt "Explain photosynthesis, step by step." --budget 64 --max-tokens 200': (
-        "tests/integration/test_readme.py: test_its_first_command_generates_past_the_budget"
+        "tests/integration/test_readme.py: test_its_commands_generate_past_the_budget"
+    ),
+    'uv run h2o-mlxlm generate --prompt "Explain photosynthesis, step by step." --budget 64 --budget-shape calibrated '
+    "--grace 32 --long-share 0.35 --max-tokens 200": (
+        "tests/integration/test_readme.py: test_its_commands_generate_past_the_budget"
     ),
     # With a folder in place of the hub's id.
     'h2o-mlxlm generate --model mlx-community/Llama-3.2-3B-Instruct-4bit --prompt "Name three rivers." --budget 512': (
@@ -61,6 +65,10 @@ COMMANDS = {
     # In a short form, on a random model.
     "uv run h2o-mlxlm eval loss --methods recency h2o --budgets 64 128 256 --context 1024 --scored 256 --windows 8 "
     "--batch 8 --out /tmp/h2o/loss": "packages/h2o-mlxlm/tests/test_evaluate.py: test_loss",
+    'uv run h2o-mlxlm eval loss --methods calibrated --settings "grace=64 long_share=0.35" --budgets 128 '
+    "--context 1024 --scored 256 --windows 8 --batch 8 --out /tmp/h2o/loss": (
+        "packages/h2o-mlxlm/tests/test_calibrated.py: test_eval_takes_a_file_and_tells_its_contents_apart"
+    ),
     'h2o-sim compare shift --steps 400 --config "budget=64 grace=16" --config "algorithm-1 budget=64"': (
         "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
     ),

@@ -32,8 +32,10 @@ def test_its_python_runs(readme, capsys, tmp_path, monkeypatch):
     assert names["cache"][0].tokens_seen > 20
 
 
-def test_its_first_command_generates_past_the_budget():
-    line = next(line for line in blocks("README.md", "sh")[0].splitlines() if line.startswith("uv run h2o-mlxlm"))
+@pytest.mark.parametrize("also", ["--max-tokens", "--budget-shape calibrated"])
+def test_its_commands_generate_past_the_budget(also):
+    lines = "\n".join(blocks("README.md", "sh")).splitlines()
+    line = next(line for line in lines if line.startswith("uv run h2o-mlxlm generate") and also in line)
     argv = [sys.executable, "-m", "h2o_mlxlm", *shlex.split(line)[3:]]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     kept, evicted = re.search(r"kept (\d+) per head, evicted (\d+)", done.stdout).groups()

@@ -84,7 +84,8 @@ def test_loss_lies_between_the_full_cache_and_recency_where_context_matters(mode
         assert 0 < ours.mean().item() < recency.mean().item()
         by_need = make_prompt_cache(model.model, H2OConfig(budget=budget), heads="calibrated")
         calibrated = losses(model, by_need) - full
-        assert sum(c.tokens_kept.sum().item() for c in by_need) <= len(ours) * len(by_need) * 3 * budget
+        held = sum((c.kept_positions >= 0).sum().item() for c in by_need)
+        assert held <= sum((c.kept_positions >= 0).sum().item() for c in caches)
         # Measured on other texts.
         assert 0 < calibrated.mean().item() < 0.7 * ours.mean().item()
 
