@@ -50,6 +50,10 @@ class Needs:
 
     Raises:
         ValueError: No measurement can have these values.
+
+    Source:
+        Xiao et al., DuoAttention (arXiv 2410.10819), tells heads that look far back from those that don't, by trained
+        gates. Here what each head loses is measured, and budgets are graded.
     """
 
     model: str
