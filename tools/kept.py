@@ -10,7 +10,6 @@ after the prompt: the step it was first held at and the one it was last held at.
 
 import argparse
 import csv
-from dataclasses import asdict
 from pathlib import Path
 
 import h2o_mlxlm
@@ -27,7 +26,7 @@ def settings(budget, queries):
         "grace 0": H2OConfig(**common, grace=0, decay=1.0),
         "grace": H2OConfig(**common, grace=16, decay=1.0),
         "grace + decay": H2OConfig(**common, grace=16, decay=0.98),
-        "two books": H2OConfig(budget=budget, queries=queries, long_share=0.35),
+        "default": H2OConfig(budget=budget, queries=queries),
     }
 
 
@@ -91,15 +90,11 @@ def main():
     tokens = tokenizer.encode(args.text.read_text(encoding="utf-8")[: 10 * length])[:length]
     print(f"{args.text.name}, budget {args.budget}, layer {layer}, KV head {args.head}, queries {args.queries}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {}
     with args.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for name, config in settings(args.budget, args.queries).items():
-            key = tuple(asdict(config).items())
-            if key not in done:
-                done[key] = kept(model, tokens, config, args.prompt, layer, args.head)
-            held = done[key]
+            held = kept(model, tokens, config, args.prompt, layer, args.head)
             common = (name, layer, args.head, args.budget, args.prompt, len(held) - 1)
             writer.writerows((*common, position, *span) for position, span in sorted(spans(held).items()))
             print(report(name, held, args.budget, args.prompt), flush=True)
