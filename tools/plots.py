@@ -8,8 +8,7 @@
 
 Each writes a .png and an .svg. ``loss`` and ``retrieval`` take the rows.csv of ``h2o-mlxlm eval``, ``needs`` that of
 ``h2o-mlxlm calibrate``, ``long`` that of ``h2o-mlxlm bench long --out``, ``kept`` that of tools/kept.py. ``--name OLD
-NEW`` writes a method otherwise than
-the file does, and may be repeated; ``--only NAME ...`` leaves out the others.
+NEW`` writes a method otherwise than the file does, and may be repeated; ``--only NAME ...`` leaves out the others.
 """
 
 import argparse

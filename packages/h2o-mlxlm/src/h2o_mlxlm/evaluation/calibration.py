@@ -135,16 +135,11 @@ def measure(
         shape: How windows are read.
         done: Called after each unit.
     """
-    batch, read = None, None
-    for unit in todo:
-        keys = unit.identities()
-        if not all(key in rows for key in keys):
-            if read is None or batch != (unit.run, unit.first):
-                read = None  # or two would be in memory
-                batch, read = (unit.run, unit.first), Read(model, unit.windows, shape)
-            found = read.divergence(unit.layer, unit.head, unit.budget)
-            rows.append(key | {"kl": kl} for key, kl in zip(keys, found, strict=True))
-        done()
+
+    def figures(unit: Unit, read: Read) -> list[dict[str, Any]]:
+        return [{"kl": kl} for kl in read.divergence(unit.layer, unit.head, unit.budget)]
+
+    loss.run_units(todo, rows, lambda unit: Read(model, unit.windows, shape), figures, done)
 
 
 def needs_of(model_id: str, todo: Sequence[Unit], rows: Rows) -> Needs:

@@ -171,13 +171,35 @@ def measure(
         store: The full cache's outcomes.
         done: Called after each unit.
     """
-    batch, full = None, None
+
+    def figures(unit: Unit, full: Full) -> list[dict[str, Any]]:
+        return bounded_cache(model, unit.variant.caches(model), unit.windows, store.shape, full)
+
+    run_units(todo, rows, lambda unit: store.get(unit.windows), figures, done)
+
+
+def run_units(
+    todo: Sequence[Any],
+    rows: Rows,
+    read: Callable[[Any], Any],
+    figures: Callable[[Any, Any], list[dict[str, Any]]],
+    done: Callable[[], object],
+) -> None:
+    """Run what has no rows yet, one batch of windows after another.
+
+    Args:
+        todo: Units with ``run``, ``first`` and ``identities``; those of one batch follow one another.
+        rows: Where rows go, as soon as a unit is through.
+        read: Makes of a unit what all units of its batch need.
+        figures: Measures a unit with that: a row for each of its identities.
+        done: Called after each unit.
+    """
+    batch, ready = None, None
     for unit in todo:
         keys = unit.identities()
         if not all(key in rows for key in keys):
-            if full is None or batch != (unit.text, unit.first):
-                full = None  # or two would be in memory
-                batch, full = (unit.text, unit.first), store.get(unit.windows)
-            found = bounded_cache(model, unit.variant.caches(model), unit.windows, store.shape, full)
-            rows.append(key | row for key, row in zip(keys, found, strict=True))
+            if ready is None or batch != (unit.run, unit.first):
+                ready = None  # or two would be in memory
+                batch, ready = (unit.run, unit.first), read(unit)
+            rows.append(key | row for key, row in zip(keys, figures(unit, ready), strict=True))
         done()
