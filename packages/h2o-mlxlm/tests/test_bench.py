@@ -9,12 +9,14 @@ import sys
 import mlx.core as mx
 import pytest
 
+from h2o_mlxlm import Needs, needs
 from h2o_mlxlm.benchmarks import layer, slopes, step, timing, variants, workload
 from h2o_mlxlm.benchmarks.layer import Shape
 from h2o_mlxlm.benchmarks.rows import append
 from h2o_mlxlm.benchmarks.variants import VARIANTS, Room, chosen
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.cli import main
+from h2o_mlxlm.identity import needs_identity
 
 SMALL = ["--kv-heads", "2", "--head-dim", "16"]
 RANDOM = ["--random", "1,32,2,1"]
@@ -299,6 +301,7 @@ def test_help_does_not_import_mlx():
     """Not even that of a level: the command line answers at once."""
     code = """
 from h2o_mlxlm.cli import main
+from h2o_mlxlm.identity import needs_identity
 for argv in (["--help"], ["bench", "--help"], ["bench", "step", "--help"], ["bench", "long", "--help"]):
     try:
         main(argv)
@@ -316,10 +319,18 @@ def test_a_draw_is_evaluated():
     assert shape.row_bytes == 2 * 2 * 2 * 16 * 2
 
 
-def test_calibrated_heads_are_those_of_a_model_that_was_measured(make_model):
-    with pytest.raises(ValueError, match="h2o-calibrated is for a whole model"):
-        VARIANTS["h2o-calibrated"].make(Room(32, 64))
+@pytest.mark.parametrize("name", ["h2o-calibrated", "h2o-calibrated-layers"])
+def test_calibrated_caches_are_those_of_a_model_that_was_measured(make_model, name, monkeypatch):
+    with pytest.raises(ValueError, match="calibrated caches are for a whole model"):
+        VARIANTS[name].make(Room(96, 64))
+    model = make_model()
     with pytest.raises(ValueError, match="no needs of this model's heads come with h2o_mlxlm"):
-        VARIANTS["h2o-calibrated"].make(Room(32, 16, make_model()))
-    assert "h2o-calibrated" not in chosen(None, (), 64)
-    assert list(chosen(["h2o-calibrated"], (), 64)) == ["h2o-calibrated"]
+        VARIANTS[name].make(Room(96, 16, model))
+    assert name not in chosen(None, (), 64)
+    assert list(chosen([name], (), 64)) == [name]
+    measured = Needs(needs_identity(model), (8, 32), (((0.3, 0.1), (0.01, 0.001)), ((0.9, 0.5), (0.02, 0.01))))
+    monkeypatch.setattr(needs, "packaged_needs", {needs_identity(model): measured}.get)
+    caches = VARIANTS[name].make(Room(96, 16, model))
+    groups = [[share.cache.config.budget for share in getattr(c, "shares", ())] or [c.config.budget] for c in caches]
+    by_heads = measured.budgets_for(96, groups=1 if name.endswith("layers") else 3)
+    assert groups == [list(dict.fromkeys(layer)) for layer in by_heads]

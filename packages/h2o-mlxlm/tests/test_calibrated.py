@@ -7,7 +7,18 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from h2o_mlxlm import H2OConfig, Needs, SplitH2OKVCache, load, make_prompt_cache, needs, save_needs
+from h2o_mlxlm import (
+    H2OConfig,
+    H2OKVCache,
+    Needs,
+    SplitH2OKVCache,
+    calibrated_config,
+    calibrated_layers,
+    load,
+    make_prompt_cache,
+    needs,
+    save_needs,
+)
 from h2o_mlxlm.cli import main
 from h2o_mlxlm.evaluation.methods import Variant, method_of
 from h2o_mlxlm.identity import needs_identity
@@ -55,6 +66,29 @@ def test_calibrated_takes_what_the_package_carries(model, measured, monkeypatch)
     assert filled(model, make_prompt_cache(model, CONFIG, heads="calibrated")) == measured.budgets_for(96)
 
 
+def test_layers_hold_what_their_needs_say(model, measured, monkeypatch):
+    """As plain caches, which do whatever those of equal budgets do."""
+    configs = calibrated_layers(model, CONFIG, measured)
+    assert [c.budget for c in configs] == [layer[0] for layer in measured.budgets_for(96, groups=1)]
+    assert len({c.budget for c in configs}) == 2
+    assert [c.grace for c in configs] == [c.budget // 4 for c in configs]
+    caches = make_prompt_cache(model, configs)
+    assert {type(c) for c in caches} == {H2OKVCache}
+    assert filled(model, caches) == measured.budgets_for(96, groups=1)
+    with pytest.raises(ValueError, match="no needs of this model's heads come with h2o_mlxlm"):
+        calibrated_layers(model, CONFIG)
+    monkeypatch.setattr(needs, "packaged_needs", {needs_identity(model): measured}.get)
+    assert calibrated_layers(model, CONFIG) == configs
+
+
+def test_the_configuration_for_needs_is_the_one_that_was_measured():
+    assert calibrated_config(96) == H2OConfig(budget=96, grace=48, long_share=0.35)
+    assert calibrated_config(96, grace=10, long_share=0.0, decay=1.0) == H2OConfig(budget=96, grace=10, decay=1.0)
+    assert calibrated_config(96, scorer="tova") == H2OConfig(budget=96, grace=48, scorer="tova")
+    with pytest.raises(ValueError, match=r"n_sink [+] grace must be below budget, got n_sink=4, grace=4, budget=8"):
+        calibrated_config(8)
+
+
 def test_what_does_not_fit_is_refused_at_construction(model, measured, make_model):
     with pytest.raises(ValueError, match=r"needs of heads were measured on model .*, and this one is"):
         make_prompt_cache(make_model(num_hidden_layers=3), CONFIG, heads=measured)
@@ -64,29 +98,55 @@ def test_what_does_not_fit_is_refused_at_construction(model, measured, make_mode
         make_prompt_cache(model, H2OConfig(budget=96, n_sink=20), heads=measured)
 
 
-def test_generate_goes_by_a_file(tiny_folder, file, measured, monkeypatch, capsys):
+@pytest.fixture
+def generated(tiny_folder, monkeypatch, capsys):
+    """Run the command with flags; its caches and its report."""
     made, real = [], mlx_lm.stream_generate
 
     def spy(*arguments, prompt_cache, **settings):
         made.extend(prompt_cache)
         return real(*arguments, prompt_cache=prompt_cache, **settings)
 
-    monkeypatch.setattr(mlx_lm, "stream_generate", spy)
-    flags = ["--budget", "96", "--n-sink", "2", "--max-tokens", "4", "--json", "--prompt", "hello " * 300]
-    code = main(["generate", "--model", str(tiny_folder), *flags, "--budget-shape", "calibrated", "--needs", file])
-    report = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert [type(c) for c in made] == [SplitH2OKVCache] * 2
-    assert held(made) == measured.budgets_for(96)
+    def run(*flags):
+        monkeypatch.setattr(mlx_lm, "stream_generate", spy)
+        common = ["--n-sink", "2", "--max-tokens", "4", "--json", "--prompt", "hello " * 300]
+        assert main(["generate", "--model", str(tiny_folder), *common, *flags]) == 0
+        return made, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize(("shape", "kind"), [("calibrated", SplitH2OKVCache), ("calibrated-layers", H2OKVCache)])
+def test_generate_goes_by_a_file(generated, file, measured, shape, kind):
+    made, report = generated("--budget", "96", "--budget-shape", shape, "--needs", file)
+    assert [type(c) for c in made] == [kind] * 2
+    assert held(made) == measured.budgets_for(96, groups=1 if kind is H2OKVCache else 3)
     assert (report["kept_tokens"], report["backend"], report["config"]["budget"]) == (96, "reference", 96)
+
+
+@pytest.mark.parametrize(
+    ("flags", "grace", "long_share"),
+    [
+        (["--budget-shape", "calibrated"], 48, 0.35),
+        (["--budget-shape", "calibrated-layers", "--grace", "9"], 9, 0.35),
+        (["--budget-shape", "calibrated", "--long-share", "0.0"], 48, 0.0),
+        (["--budget-shape", "pyramid"], 24, 0.0),
+        ([], 24, 0.0),
+    ],
+)
+def test_settings_go_with_the_shape_unless_they_are_given(generated, file, flags, grace, long_share):
+    named = ["--needs", file] if any(flag.startswith("calibrated") for flag in flags) else []
+    _, report = generated("--budget", "96", *flags, *named)
+    assert (report["config"]["grace"], report["config"]["long_share"]) == (grace, long_share)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--needs", "FILE"], "--needs is for --budget-shape calibrated alone, got equal"),
+        (["--needs", "FILE"], "--needs is for --budget-shape calibrated and calibrated-layers alone, got equal"),
         (["--budget-shape", "calibrated", "--needs", "/no/file"], "--needs: .*No such file.*/no/file"),
         (["--budget-shape", "calibrated"], "no needs of this model's heads come with h2o_mlxlm"),
+        (["--budget-shape", "calibrated-layers"], "no needs of this model's heads come with h2o_mlxlm"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(tiny_folder, file, flags, message, capsys):
@@ -100,12 +160,16 @@ def test_flags_that_do_not_fit_are_refused(tiny_folder, file, flags, message, ca
     assert re.search(message, error)
 
 
-def test_eval_takes_a_file_and_tells_its_contents_apart(model, file, measured, tmp_path):
-    variant = Variant(f"calibrated {file}", 96, "n_sink=2")
-    assert filled(model, variant.caches(model)) == measured.budgets_for(96)
+@pytest.mark.parametrize(("method", "groups"), [("calibrated", 3), ("calibrated-layers", 1)])
+def test_eval_takes_a_file_and_tells_its_contents_apart(model, file, measured, method, groups):
+    variant = Variant(f"{method} {file}", 96, "n_sink=2")
+    caches = variant.caches(model)
+    assert filled(model, caches) == measured.budgets_for(96, groups=groups)
+    assert sum(c.config.grace for c in caches) >= 90  # half of 96 each, a share of it in each layer
+    assert variant.config == Variant(f"{method} {file}", 96, "n_sink=2 grace=48 long_share=0.35").config
     before = variant.config
     save_needs(file, Needs(measured.model, (8, 32), tuple(reversed(LOSSES))), {})
     assert variant.config != before
-    assert Variant("calibrated", 24).config != Variant("h2o", 24).config
+    assert Variant(method, 24).config != Variant("h2o", 24).config
     with pytest.raises(OSError, match="No such file"):
-        method_of("calibrated /no/file")
+        method_of(f"{method} /no/file")

@@ -28,20 +28,22 @@ def costs_of(losses):
     return [[math.exp(math.log(max(x, 1e-5))) for x in head] for layer in losses for head in layer]
 
 
-def raises(costs, tokens, held):
+def raises(costs, tokens, held, sizes):
     """All raises that save: how much a token, the head, to what."""
     for head, now in enumerate(held):
         for level, n in enumerate(tokens):
             saved = costs[head][tokens.index(now)] - costs[head][level]
             if n > now and saved > 0:
-                yield saved / (n - now), head, n
+                yield saved / (sizes[head] * (n - now)), head, n
 
 
-def searched(costs, tokens, budget):
-    """The rule as it is told, everything looked at again for every raise."""
+def searched(costs, tokens, budget, sizes):
+    """The rule as it is told, everything looked at again for every raise; one may stand for several heads."""
     held = [tokens[0]] * len(costs)
     while True:
-        fitting = [r for r in raises(costs, tokens, held) if sum(held) - held[r[1]] + r[2] <= budget * len(held)]
+        room = budget * sum(sizes) - sum(n * size for n, size in zip(held, sizes, strict=True))
+        all_raises = raises(costs, tokens, held, sizes)
+        fitting = [r for r in all_raises if sizes[r[1]] * (r[2] - held[r[1]]) <= room]
         if not fitting:
             return held
         most = max(gain for gain, _, _ in fitting)
@@ -56,10 +58,53 @@ def test_budgets_are_those_of_a_naive_search(losses, levels):
     assert [len(layer) for layer in found] == [len(layer) for layer in losses]
     held, tokens = [n for layer in found for n in layer], sorted(int(16 * level) for level in levels)
     costs = [[cost[BUDGETS.index(n)] for n in tokens] for cost in costs_of(losses)]
-    assert held == searched(costs, tokens, 16)
+    assert held == searched(costs, tokens, 16, [1] * len(held))
     room = 16 * len(held) - sum(held)
     assert room >= 0
-    assert all(n - held[head] > room for _, head, n in raises(costs, tokens, held))
+    assert all(n - held[head] > room for _, head, n in raises(costs, tokens, held, [1] * len(held)))
+
+
+@given(layers, st.sampled_from([(0.5, 1, 4, 8), (0.5, 8, 4)]))
+def test_a_layer_with_one_budget_is_raised_as_one(losses, levels):
+    found = of(losses).budgets_for(16, levels, least=1, groups=1)
+    tokens = sorted(int(16 * level) for level in levels)
+    each = [[[cost[BUDGETS.index(n)] for n in tokens] for cost in costs_of([layer])] for layer in losses]
+    alone = searched([head for layer in each for head in layer], tokens, 16, [1] * sum(map(len, each)))
+    expected = iter(alone)
+    by_head = [[next(expected) for _ in layer] for layer in losses]
+    if all(len(set(layer)) == 1 for layer in by_head):
+        assert found == by_head
+        return
+    costs = [[sum(head[i] for head in layer) for i in range(len(tokens))] for layer in each]
+    held = searched(costs, tokens, 16, [len(layer) for layer in losses])
+    assert found == [[n] * len(layer) for n, layer in zip(held, losses, strict=True)]
+
+
+@given(layers, st.integers(24, 3000), st.integers(1, 3))
+def test_a_layer_has_no_more_budgets_than_groups(losses, budget, groups):
+    found = of(losses).budgets_for(budget, groups=groups)
+    assert all(len(set(layer)) <= groups for layer in found)
+    assert [len(layer) for layer in found] == [len(layer) for layer in losses]
+    assert sum(map(sum, found)) <= budget * sum(map(len, losses))
+    free = of(losses).budgets_for(budget, groups=13)
+    if all(len(set(layer)) <= groups for layer in free):
+        assert found == free
+
+
+def test_heads_whose_budgets_are_close_are_put_together():
+    """By ratio: 8 and 16 are closer than 16 and 64."""
+    much, some, little = (8.0, 4.0, 0.1, 0.01), (0.2, 0.01, 0.01, 0.01), (0.0,) * 4
+    one = of([[much, little, some]])
+    levels = (0.25, 0.5, 2)
+    assert one.budgets_for(32, levels, least=1) == [[64, 8, 16]]
+    assert one.budgets_for(32, levels, least=1, groups=2) == [[64, 16, 16]]
+    assert one.budgets_for(32, levels, least=1, groups=1) == [[16, 16, 16]]
+
+
+@pytest.mark.parametrize("groups", [0, 14, 2.0, True])
+def test_groups_are_a_number_of_budgets(groups):
+    with pytest.raises(ValueError, match="groups must be a whole number from 1 to 13, got"):
+        SOME.budgets_for(16, groups=groups)
 
 
 @given(layers)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from h2o_core import H2OConfig
     from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
     from h2o_mlxlm.attention import scaled_dot_product_attention
-    from h2o_mlxlm.budgets import pyramid
+    from h2o_mlxlm.budgets import calibrated_config, pyramid
     from h2o_mlxlm.cache import H2OKVCache
     from h2o_mlxlm.compat import KVCacheBuilder, KVCacheConfig, KVCacheFactory
-    from h2o_mlxlm.integration import bounded_layers, install, make_prompt_cache, uninstall
+    from h2o_mlxlm.integration import bounded_layers, calibrated_layers, install, make_prompt_cache, uninstall
     from h2o_mlxlm.models import load
     from h2o_mlxlm.needs import Needs, load_needs, save_needs
     from h2o_mlxlm.persistence import load_prompt_cache, save_prompt_cache
@@ -34,6 +34,8 @@ _HOME = {
     "Needs": "h2o_mlxlm.needs",
     "SplitH2OKVCache": "h2o_mlxlm.split",
     "bounded_layers": "h2o_mlxlm.integration",
+    "calibrated_config": "h2o_mlxlm.budgets",
+    "calibrated_layers": "h2o_mlxlm.integration",
     "install": "h2o_mlxlm.integration",
     "load": "h2o_mlxlm.models",
     "load_needs": "h2o_mlxlm.needs",
@@ -56,6 +58,8 @@ __all__ = [
     "Needs",
     "SplitH2OKVCache",
     "bounded_layers",
+    "calibrated_config",
+    "calibrated_layers",
     "install",
     "load",
     "load_needs",

@@ -1,9 +1,11 @@
-"""Budgets that differ from layer to layer. Plain Python: no arrays."""
+"""Budgets that differ from layer to layer, and from head to head. Plain Python: no arrays."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from h2o_core import H2OConfig
+from h2o_core.scorer import scorer_of
 
 RAGGED = ("budget", "n_sink", "grace", "decay", "long_share")
 """What may differ from layer to layer; everything else is the model's, or of one call."""
@@ -62,6 +64,27 @@ def _rounded(exact: Sequence[float], total: int) -> list[int]:
     for i in most_lost[: total - sum(whole)]:
         whole[i] += 1
     return whole
+
+
+def calibrated_config(budget: int, **fields: Any) -> H2OConfig:
+    """Make the configuration that goes best with budgets by need: what was measured, in docs/results.md, was this.
+
+    Args:
+        budget: Tokens kept of each head on average.
+        fields: Others of ``H2OConfig``. Without them ``grace`` is half of the budget and ``long_share``, with a scorer
+            that sums mass, 0.35.
+
+    Raises:
+        TypeError: See ``H2OConfig``.
+        ValueError: See ``H2OConfig``.
+
+    >>> calibrated_config(64).grace
+    32
+    """
+    chosen: dict[str, Any] = {"budget": budget, "grace": budget // 2}
+    if scorer_of(fields.get("scorer", "h2o")).sums:
+        chosen["long_share"] = 0.35
+    return H2OConfig(**chosen | fields)
 
 
 def for_layers(config: H2OConfig | Sequence[H2OConfig], n_layers: int) -> list[H2OConfig]:

@@ -13,7 +13,7 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.adaptive import AdaptiveH2OKVCache
 from h2o_mlxlm.attention import place_hook
 from h2o_mlxlm.backend import Backend, backend_of
-from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers, one_budget
+from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers, of_budget, one_budget
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.forms import Pair
@@ -53,7 +53,7 @@ def make_prompt_cache(
     Args:
         model: A model that ``mlx_lm.load`` or ``h2o_mlxlm.load`` returned.
         config: What each layer keeps, or a list with one configuration for each layer that gets an H2O cache,
-            lowest first; see ``pyramid``.
+            lowest first; see ``pyramid`` and ``calibrated_layers``.
         partial: True leaves layers that can't have an H2O cache (state-space layers) with their own.
         backend: ``"auto"``, ``"reference"``, ``"metal"`` or ``"cuda"``; see ``backend_of``.
         heads: ``"equal"``: each head keeps ``budget`` tokens. The others keep so many on average. ``"adaptive"``:
@@ -112,6 +112,25 @@ def make_prompt_cache(
     ]
     share(caches)
     return caches
+
+
+def calibrated_layers(model: nn.Module, config: H2OConfig, needs: Needs | None = None) -> list[H2OConfig]:
+    """Give layers more whose heads were measured to need more. A step takes as long as with equal budgets.
+
+    Args:
+        model: The model.
+        config: What a layer keeps on average; ``calibrated_config`` makes one. A layer's recent window is the same
+            share of its budget.
+        needs: What was measured; None takes what comes with this package, if it knows the model.
+
+    Returns:
+        A configuration for each layer that gets an H2O cache, for ``make_prompt_cache`` and ``install``.
+
+    Raises:
+        ValueError: Nothing was measured of this model, or a budget leaves no place beside sinks and recent window.
+    """
+    found = needs_for(model, needs).budgets_for(config.budget, groups=1)
+    return [of_budget(config, heads[0]) for heads in found]
 
 
 def bounded_layers(model: nn.Module) -> int:

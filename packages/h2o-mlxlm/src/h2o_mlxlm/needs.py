@@ -6,14 +6,14 @@ A file is untrusted: what it holds must be what a measurement can be.
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
 from h2o_core.config import MOST_TOKENS
+from h2o_mlxlm.assignment import assigned
 from h2o_mlxlm.checks import is_whole
 from h2o_mlxlm.evaluation.results import write_json
 from h2o_mlxlm.identity import needs_identity
@@ -26,6 +26,9 @@ LEVELS = (0.125, 0.1875, 0.25, 0.375, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8)
 
 LEAST = 24
 """Tokens that every head gets, if the mean allows: with fewer, loss grew on the texts that were searched on."""
+
+GROUPS = 3
+"""Different budgets in one layer: each costs a step an attention of its own."""
 
 FLOOR = 1e-5
 """The least loss that is told from none."""
@@ -66,12 +69,14 @@ class Needs:
         _check_budgets(self.budgets)
         _check_losses(self.losses, len(self.budgets))
 
-    def budgets_for(self, budget: int, levels: Sequence[float] = LEVELS, least: int = LEAST) -> list[list[int]]:
+    def budgets_for(
+        self, budget: int, levels: Sequence[float] = LEVELS, least: int = LEAST, groups: int = GROUPS
+    ) -> list[list[int]]:
         """Give each head a budget, more where more would be lost, for a total of at most ``budget`` times the heads.
 
         Every head starts at the lowest level. Then again and again the raise of one head, to any higher level, is made
-        that saves the most loss per token of those that still fit, until none fits or none saves. Of equal ones the
-        lowest layer's and head's comes first, by the fewest tokens.
+        that saves the most loss per token of those that still fit, until none fits or none saves. Where that gives
+        heads of one layer more than ``groups`` different budgets, those closest to each other are raised as one.
 
         Between two measured budgets, loss is a power of the budget, a straight line in their logarithms; beyond them
         the nearest such line goes on, as steep as ``SLOPES`` allow.
@@ -80,23 +85,28 @@ class Needs:
             budget: Tokens that a head keeps on average, at most.
             levels: Budgets to choose from, as multiples of ``budget``, rounded down to whole tokens.
             least: Tokens that every head gets, whatever the levels; ``budget``, if that is less.
+            groups: Different budgets in one layer, at most. With 1 each layer has one budget, and no step takes
+                longer than with equal ones.
 
         Returns:
             Tokens, by layer and head.
 
         Raises:
-            ValueError: A level is no positive number, the lowest is above 1, or ``least`` is no whole number.
+            ValueError: A level is no positive number, the lowest is above 1, or ``least`` or ``groups`` is no whole
+                number.
 
         >>> little, much = (0.02, 0.01), (3.0, 0.7)
         >>> needs = Needs("tiny", (8, 32), ((little, much, little, (0.2, 0.1)), (little,) * 4))
         >>> needs.budgets_for(16, levels=(0.5, 1, 4, 8), least=1)
         [[8, 64, 8, 16], [8, 8, 8, 8]]
+        >>> needs.budgets_for(16, levels=(0.5, 1, 1.5), least=1, groups=1)
+        [[24, 24, 24, 24], [8, 8, 8, 8]]
         """
         tokens = _tokens(budget, levels, least)
-        heads = [head for layer in self.losses for head in layer]
-        costs = [[_loss_at(self.budgets, head, n) for n in tokens] for head in heads]
-        given = iter(_raised(costs, tokens, budget * len(heads)))
-        return [[next(given) for _ in layer] for layer in self.losses]
+        if not is_whole(groups, 1, len(LEVELS)):
+            raise ValueError(f"groups must be a whole number from 1 to {len(LEVELS)}, got {groups!r}")
+        layers = [[[_loss_at(self.budgets, head, n) for n in tokens] for head in layer] for layer in self.losses]
+        return assigned(layers, tokens, budget * sum(map(len, layers)), groups)
 
 
 def _tokens(budget: int, levels: Sequence[float], least: int) -> list[int]:
@@ -126,31 +136,6 @@ def _loss_at(budgets: Sequence[int], losses: Sequence[float], budget: int) -> fl
         slope = min(max(slope, SLOPES[0]), SLOPES[1])
     end, at_end = (high, at_high) if budget >= high else (low, at_low)
     return math.exp(at_end + slope * math.log(budget / end))
-
-
-def _raised(costs: Sequence[Sequence[float]], tokens: Sequence[int], total: int) -> list[int]:
-    """Tokens of each head by its costs at each level; see ``Needs.budgets_for``."""
-    at = [0] * len(costs)
-    room = total - len(costs) * tokens[0]
-
-    def raises(head: int) -> Iterator[tuple[float, int, int, int]]:
-        start = at[head]
-        for end in range(start + 1, len(tokens)):
-            saved = costs[head][start] - costs[head][end]
-            if saved > 0:
-                yield -saved / (tokens[end] - tokens[start]), head, start, end
-
-    best = [one for head in range(len(costs)) for one in raises(head)]
-    heapify(best)
-    while best:
-        _, head, start, end = heappop(best)
-        more = tokens[end] - tokens[start]
-        # What does not fit never will: room only shrinks.
-        if at[head] == start and more <= room:
-            at[head], room = end, room - more
-            for one in raises(head):
-                heappush(best, one)
-    return [tokens[level] for level in at]
 
 
 def load_needs(path: str | Path) -> Needs:

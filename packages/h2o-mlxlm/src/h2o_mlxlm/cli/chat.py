@@ -5,7 +5,7 @@ from typing import Any
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import config_for, loaded
+from h2o_mlxlm.cli.loading import cache_options, config_for, loaded
 from h2o_mlxlm.cli.prompt import in_template
 
 _INFINITY = float("inf")
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 def _talk(args: argparse.Namespace, model: Any, tokenizer: Any, config: H2OConfig, screen: Any) -> None:
     from h2o_mlxlm.integration import make_prompt_cache
 
-    caches = make_prompt_cache(model, **flags.cache_options(args, model, config))
+    caches = make_prompt_cache(model, **cache_options(args, model, config))
     while (query := screen.prompt()) != "q":
         if query == "r":
-            caches = make_prompt_cache(model, **flags.cache_options(args, model, config))
+            caches = make_prompt_cache(model, **cache_options(args, model, config))
             screen.say_reset()
         elif query == "h":
             screen.say_help()

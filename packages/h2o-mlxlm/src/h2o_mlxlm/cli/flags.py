@@ -26,6 +26,9 @@ REFUSED = {
 STORAGE = ("kv_bits", "kv_group_size", "kv_quantizer")
 """Flags that say how rows are stored."""
 
+CALIBRATED = ("calibrated", "calibrated-layers")
+"""Shapes of budgets that were measured, with settings that go with them."""
+
 HOW = ("backend", *STORAGE)
 """Flags that are arguments of ``make_prompt_cache``."""
 
@@ -170,16 +173,17 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget-shape",
-        choices=["equal", "pyramid", "adaptive", "calibrated"],
+        choices=["equal", "pyramid", "adaptive", *CALIBRATED],
         default="equal",
         help="Who holds more for the same total (%(default)s): nobody, lower layers, heads that look at more in this "
-        "prompt, or heads that were measured to need more",
+        "prompt, or heads or layers that were measured to need more. With these two --grace is half of the budget and "
+        "--long-share 0.35 if they are not given",
     )
     add(
         "--needs",
         type=needs,
-        help="What h2o-mlxlm calibrate measured of the model, for --budget-shape calibrated (what comes with the "
-        "package, for the model that is used when none is named)",
+        help="What h2o-mlxlm calibrate measured of the model, for --budget-shape calibrated and calibrated-layers "
+        "(what comes with the package, for the model that is used when none is named)",
     )
     add(
         "--rewind",
@@ -211,8 +215,10 @@ def check_cache_flags(args: argparse.Namespace) -> None:
     from h2o_mlxlm.backend import backend_of
     from h2o_mlxlm.forms import forms
 
-    if args.needs is not None and args.budget_shape != "calibrated":
-        raise ValueError(f"--needs is for --budget-shape calibrated alone, got {args.budget_shape}: leave it out")
+    if args.needs is not None and args.budget_shape not in CALIBRATED:
+        raise ValueError(
+            f"--needs is for --budget-shape {' and '.join(CALIBRATED)} alone, got {args.budget_shape}: leave it out"
+        )
     backend_of(args.backend)
     forms(args.kv_bits, args.kv_group_size, args.kv_quantizer)
     if isinstance(args.budget, int):
@@ -239,30 +245,17 @@ def how_from(args: argparse.Namespace) -> dict[str, Any]:
     return {"heads": heads} | {name: getattr(args, name) for name in HOW}
 
 
-def cache_options(args: argparse.Namespace, model: Any, config: H2OConfig) -> dict[str, Any]:
-    """Say what they take, beside the model."""
-    from h2o_mlxlm.budgets import pyramid
-    from h2o_mlxlm.integration import bounded_layers
-
-    shaped = pyramid(config, bounded_layers(model)) if args.budget_shape == "pyramid" else config
-    return {"config": shaped, **how_from(args)}
-
-
 def config_from(args: argparse.Namespace, tokens: int) -> H2OConfig:
     """Make the configuration that the flags ask for, with the budget in tokens."""
-    return H2OConfig(
-        budget=tokens,
-        n_sink=args.n_sink,
-        grace=args.grace,
-        decay=args.decay,
-        long_share=args.long_share,
-        scorer=args.scorer,
-        queries=args.queries,
-        positions=args.positions,
-        trained_length=args.trained_length,
-        evict_during_prefill=not args.no_evict_during_prefill,
-        rewind=rewind_from(args),
-    )
+    from h2o_mlxlm.budgets import calibrated_config
+
+    fields = {
+        name: getattr(args, name) for name in ("n_sink", "decay", "scorer", "queries", "positions", "trained_length")
+    }
+    fields |= {"evict_during_prefill": not args.no_evict_during_prefill, "rewind": rewind_from(args)}
+    # Their defaults go with the shape.
+    fields |= {name: getattr(args, name) for name in ("grace", "long_share") if name in getattr(args, "given", {})}
+    return (calibrated_config if args.budget_shape in CALIBRATED else H2OConfig)(budget=tokens, **fields)
 
 
 def check_given(args: argparse.Namespace, made: Mapping[str, Any], tokens: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import drafting, flags
-from h2o_mlxlm.cli.loading import config_for, loaded, mean_of, tokens_of
+from h2o_mlxlm.cli.loading import cache_options, config_for, loaded, mean_of, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
 
 _INFINITY = float("inf")
@@ -113,7 +113,7 @@ def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list
     if args.prompt_cache_file is None:
         config, models = config_for(args, model, draft_model), [m for m in (model, draft_model) if m is not None]
         made = [
-            make_prompt_cache(m, **flags.cache_options(args, m, config), inputs=inputs_from(m, prompt, config))
+            make_prompt_cache(m, **cache_options(args, m, config), inputs=inputs_from(m, prompt, config))
             for m in models
         ]
         return list(chain(*made))
@@ -181,7 +181,8 @@ def _generate(
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
         **{name: getattr(ours[0], "storage", vars(args))[name] for name in ("kv_bits", "kv_quantizer")},
-        "config": asdict(ours[0].config),
+        # Of a mean layer; a layer of equal budgets has what the model has filled in, too.
+        "config": asdict(ours[0].config if args.budget_shape == "equal" else config_for(args, model, draft_model)),
     }
     if args.verbose:
         print(f"\n{_summary(report, response)}")

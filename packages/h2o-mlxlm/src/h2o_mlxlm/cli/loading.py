@@ -50,7 +50,24 @@ def config_for(args: argparse.Namespace, model: Any, draft_model: Any = None) ->
 
 def options_for(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Say what ``make_prompt_cache`` and ``install`` take by the flags, beside the model; raises as ``config_for``."""
-    return flags.cache_options(args, model, config_for(args, model))
+    return cache_options(args, model, config_for(args, model))
+
+
+def cache_options(args: argparse.Namespace, model: Any, config: H2OConfig) -> dict[str, Any]:
+    """Say what ``make_prompt_cache`` and ``install`` take by the flags, beside the model, under a configuration."""
+    return {"config": _shaped(args, model, config), **flags.how_from(args)}
+
+
+def _shaped(args: argparse.Namespace, model: Any, config: H2OConfig) -> H2OConfig | list[H2OConfig]:
+    """Divide the budget among layers, if that is asked for."""
+    from h2o_mlxlm.budgets import pyramid
+    from h2o_mlxlm.integration import bounded_layers, calibrated_layers
+
+    if args.budget_shape == "pyramid":
+        return pyramid(config, bounded_layers(model))
+    if args.budget_shape == "calibrated-layers":
+        return calibrated_layers(model, config, args.needs)
+    return config
 
 
 def tokens_of(args: argparse.Namespace, model: Any, draft_model: Any = None) -> int:

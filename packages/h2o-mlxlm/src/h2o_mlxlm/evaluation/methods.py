@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from h2o_core import H2OConfig
 from h2o_core.scorer import scorer_from, scorer_names
-from h2o_mlxlm.needs import LEAST, LEVELS, load_needs, packaged
+from h2o_mlxlm.budgets import calibrated_config
+from h2o_mlxlm.needs import GROUPS, LEAST, LEVELS, Needs, load_needs, packaged
 
 Make = Callable[[Any, int, dict[str, Any], int], list[Any]]
 """(model, budget, settings, seed) to fresh caches, one a layer."""
@@ -29,6 +30,7 @@ class Method(NamedTuple):
     settings: bool = False  # fields of H2OConfig
     seeded: bool = False
     scorer: str = "h2o"  # as scorer_from reads it
+    config: Callable[..., H2OConfig] = H2OConfig  # of the budget and the settings
     also: Callable[[], str] = str  # what else its caches depend on
 
 
@@ -65,15 +67,25 @@ def _adaptive(model: Any, budget: int, settings: dict[str, Any], seed: int) -> l
     return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads="adaptive")
 
 
-def _calibrated(model: Any, budget: int, settings: dict[str, Any], seed: int, needs: Any = "calibrated") -> list[Any]:
+def _by_heads(model: Any, budget: int, settings: dict[str, Any], seed: int, needs: Needs | None = None) -> list[Any]:
     from h2o_mlxlm.integration import make_prompt_cache
 
-    return make_prompt_cache(model, H2OConfig(budget=budget, **settings), heads=needs)
+    return make_prompt_cache(model, calibrated_config(budget, **settings), heads=needs or "calibrated")
 
 
-def _told(needs: Any) -> str:
-    """Write down all that budgets of heads depend on."""
-    return repr((needs, LEVELS, LEAST))
+def _by_layers(model: Any, budget: int, settings: dict[str, Any], seed: int, needs: Needs | None = None) -> list[Any]:
+    from h2o_mlxlm.integration import calibrated_layers, make_prompt_cache
+
+    return make_prompt_cache(model, calibrated_layers(model, calibrated_config(budget, **settings), needs))
+
+
+def _calibrated(make: Callable[..., list[Any]], needs: Needs | None = None) -> Method:
+    """A method that goes by needs: those given, or those that come with the package."""
+
+    def also() -> str:
+        return repr((needs or packaged(), LEVELS, LEAST, GROUPS))
+
+    return Method(partial(make, needs=needs), settings=True, config=calibrated_config, also=also)
 
 
 def _random(model: Any, budget: int, settings: dict[str, Any], seed: int) -> list[Any]:
@@ -85,13 +97,15 @@ def _random(model: Any, budget: int, settings: dict[str, Any], seed: int) -> lis
 FULL, BASELINE = "full", "recency"
 N_KEPT = 4  # leading tokens that recency never lets go
 
+BY_NEED = {"calibrated": _by_heads, "calibrated-layers": _by_layers}
+
 METHODS = {
     FULL: Method(_full, bounded=False),
     BASELINE: Method(_recency),
     "h2o": Method(_h2o, settings=True),
     "pyramid": Method(_pyramid, settings=True),
     "adaptive": Method(_adaptive, settings=True),
-    "calibrated": Method(_calibrated, settings=True, also=lambda: _told(packaged())),
+    **{name: _calibrated(make) for name, make in BY_NEED.items()},
     "h2o-8bit": Method(partial(_h2o, kv_bits=8), settings=True),
     "h2o-4bit": Method(partial(_h2o, kv_bits=4), settings=True),
     "h2o-8bit-4bit": Method(partial(_h2o, kv_bits=(8, 4)), settings=True),
@@ -106,8 +120,8 @@ class Variant:
     """A method with everything that it is run with.
 
     Args:
-        method: A name in ``METHODS``, a scorer such as ``"snapkv window=16"``, ``"calibrated FILE"`` with what
-            ``h2o-mlxlm calibrate`` wrote, or ``package.module:function``.
+        method: A name in ``METHODS``, a scorer such as ``"snapkv window=16"``, ``"calibrated FILE"`` or
+            ``"calibrated-layers FILE"`` with what ``h2o-mlxlm calibrate`` wrote, or ``package.module:function``.
         budget: Tokens per KV head; 0 for a method without one.
         settings: As ``settings_text`` writes them.
         seed: Of random numbers.
@@ -130,7 +144,7 @@ class Variant:
         method = method_of(self.method)
         if not method.settings:
             return ""
-        config = H2OConfig(budget=self.budget, scorer=scorer_from(method.scorer), **settings_of(self.settings))
+        config = method.config(budget=self.budget, scorer=scorer_from(method.scorer), **settings_of(self.settings))
         return hashlib.sha256((json.dumps(asdict(config), sort_keys=True) + method.also()).encode()).hexdigest()[:8]
 
     @property
@@ -154,9 +168,9 @@ def method_of(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    if name.startswith("calibrated "):
-        needs = load_needs(name.removeprefix("calibrated "))
-        return Method(partial(_calibrated, needs=needs), settings=True, also=partial(_told, needs))
+    shape, _, file = name.partition(" ")
+    if file and shape in BY_NEED:
+        return _calibrated(BY_NEED[shape], load_needs(file))
     if name.split()[:1] and name.split()[0] in scorer_names():
         return _of_scorer(name)
     module, colon, function = name.partition(":")
