@@ -100,7 +100,7 @@ def test_loss_lies_between_the_full_cache_and_recency_where_context_matters(mode
             assert held <= sum((c.kept_positions >= 0).sum().item() for c in caches)
         print(f"by layers {of_layers:.3f}, by heads {of_heads:.3f}")
         # Needs were measured on other texts.
-        assert 0 < min(of_heads, of_layers)
+        assert min(of_heads, of_layers) > 0
         assert max(of_heads, of_layers) < 0.7 * ours.mean().item()
 
 
