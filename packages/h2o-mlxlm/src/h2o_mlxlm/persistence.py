@@ -20,7 +20,7 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.checks import Inputs
 from h2o_mlxlm.identity import model_identity
-from h2o_mlxlm.integration import make_prompt_cache
+from h2o_mlxlm.integration import bounded_layers, make_prompt_cache
 from h2o_mlxlm.safetensors_file import read_arrays, write_arrays
 from h2o_mlxlm.snapshot import FORMAT, config_of, parsed
 from h2o_mlxlm.storage import storage_of
@@ -55,17 +55,17 @@ def save_prompt_cache(
     if not _are_texts(texts):
         raise TypeError(f"metadata must be names and texts, got {metadata!r}")
     _check_kinds(cache)
-    config, storage = _settings_of_all(cache)
+    configs, storage = _settings_of_all(cache)
     classes = [type(c).__name__ for c in cache]
     leaves = dict(tree_flatten([c.state for c in cache]))
     # What could not be loaded is not saved.
-    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)] if config.scorer.inputs else None
-    _caches_of(model, config, storage, classes, leaves, "auto", inputs)
+    inputs = [c.inputs for c in cache if isinstance(c, H2OKVCache)] if configs[0].scorer.inputs else None
+    _caches_of(model, configs, storage, classes, leaves, "auto", inputs)
     arrays = {name: x for name, x in leaves.items() if isinstance(x, mx.array)}
     about = {
         "format": FORMAT,
         "model": model_identity(model),
-        "config": asdict(config),
+        "configs": [asdict(config) for config in configs],
         "storage": storage,
         "classes": classes,
         "scalars": {name: x for name, x in leaves.items() if name not in arrays},
@@ -83,7 +83,7 @@ def load_prompt_cache(
 ) -> Any:
     """Load the caches that ``save_prompt_cache`` saved, for the same model.
 
-    Generation goes on as it would have without: the configuration comes from the file, with everything else.
+    Generation goes on as it would have without: configurations come from the file, with everything else.
 
     Args:
         file_name: The file. It may come from anywhere.
@@ -112,25 +112,28 @@ def _loaded(path: Path, model: nn.Module, backend: str, inputs: Inputs | None) -
         _refuse(
             "it was not written by h2o_mlxlm's save_prompt_cache; mlx_lm's files are for mlx_lm's load_prompt_cache"
         )
-    about = parsed(texts[NAME], ("model", "config", "storage", "classes", "scalars", "metadata"))
-    scalars, metadata = about["scalars"], about["metadata"]
+    about = parsed(texts[NAME], ("model", "configs", "storage", "classes", "scalars", "metadata"))
+    scalars, metadata, configs = about["scalars"], about["metadata"], about["configs"]
     if about["model"] != (own := model_identity(model)):
         _refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the one that filled it")
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
         _refuse("its metadata or scalars are not what is saved")
-    config, storage, leaves = config_of(about["config"]), storage_of(about["storage"]), scalars | arrays
-    return _caches_of(model, config, storage, about["classes"], leaves, backend, inputs), metadata
+    if not isinstance(configs, list) or not configs:
+        _refuse("its configurations are no list with one for each layer")
+    configs, storage, leaves = [config_of(c) for c in configs], storage_of(about["storage"]), scalars | arrays
+    return _caches_of(model, configs, storage, about["classes"], leaves, backend, inputs), metadata
 
 
-def _settings_of_all(cache: Sequence[Any]) -> tuple[H2OConfig, dict[str, Any]]:
+def _settings_of_all(cache: Sequence[Any]) -> tuple[list[H2OConfig], dict[str, Any]]:
+    """Each layer's configuration, and how all of them store rows."""
     ours = [c for c in cache if isinstance(c, H2OKVCache)]
-    if not ours or any(_settings(c) != _settings(ours[0]) for c in ours):
-        n = len({(c.config, str(c.storage)) for c in ours})
+    if not ours or any(c.storage != ours[0].storage for c in ours):
+        n = len({str(c.storage) for c in ours})
         raise ValueError(
-            f"a file of caches has one H2OConfig, got {n}: make them with make_prompt_cache(model, config), of one "
-            "config and not of a list"
+            f"a file holds H2O caches that store rows in one way, got {n} ways in {len(ours)} of them: make all of "
+            "them with one make_prompt_cache(model, config)"
         )
-    return ours[0].config, storage_of(ours[0].storage)
+    return [c.config for c in ours], storage_of(ours[0].storage)
 
 
 def _check_kinds(cache: Sequence[Any]) -> None:
@@ -145,7 +148,7 @@ def _check_kinds(cache: Sequence[Any]) -> None:
 
 def _caches_of(
     model: nn.Module,
-    config: H2OConfig,
+    configs: Sequence[H2OConfig],
     storage: Mapping[str, Any],
     classes: Any,
     leaves: Mapping[str, Any],
@@ -156,7 +159,7 @@ def _caches_of(
 
     Args:
         model: The model.
-        config: Of its H2O caches.
+        configs: One for each H2O cache.
         storage: How they store rows, as ``make_prompt_cache`` takes it.
         classes: Names of the caches' classes.
         leaves: Arrays, whole numbers, texts and None by their names in the flat list of states.
@@ -166,8 +169,10 @@ def _caches_of(
     Raises:
         ValueError: They are not the states that this model's caches can have.
     """
+    if len(configs) != (own := bounded_layers(model)):
+        _refuse(f"it has {len(configs)} H2O caches, and this model has {own}")
     how: dict[str, Any] = {"backend": backend, "inputs": inputs, **storage}
-    fresh, probe = (make_prompt_cache(model, config, partial=True, **how) for _ in range(2))
+    fresh, probe = (make_prompt_cache(model, configs, partial=True, **how) for _ in range(2))
     _check_kinds(fresh)
     if classes != [type(c).__name__ for c in fresh]:
         _refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")
@@ -215,7 +220,8 @@ def _check_layers(made: Sequence[Any], fresh: Sequence[Any]) -> None:
     ours = [c for c in made if isinstance(c, H2OKVCache)]
     # Some models have layers that they don't use.
     used = [c for c in ours if not c.empty()] or ours
-    alike = {(c.sequences, c._counts, c._batched, c._to_come) for c in used}
+    # How many rows a layer keeps of them, its own state has been checked for.
+    alike = {(c.sequences, tuple(n._replace(kept=0) for n in c._counts), c._batched, c._to_come) for c in used}
     if len(alike) > 1:
         _refuse("its layers have not seen the same tokens")
     batch, (count, *_), batched, _ = alike.pop()

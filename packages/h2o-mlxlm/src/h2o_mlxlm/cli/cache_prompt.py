@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_mlxlm.cli import flags
-from h2o_mlxlm.cli.loading import loaded, options_for
+from h2o_mlxlm.cli.loading import loaded, mean_of, options_for
 from h2o_mlxlm.cli.prompt import Progress, beginning, prompt_text
 
 STEP = 2048
@@ -36,8 +36,11 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"--prompt-cache-file: there is no folder {path.parent}")
     flags.check_cache_flags(args)
     flags.check_no_inputs(args)
-    if args.budget_shape != "equal":
-        raise ValueError(f"--budget-shape {args.budget_shape} can't be saved: a file holds caches of one budget")
+    if args.budget_shape in ("adaptive", "calibrated"):
+        raise ValueError(
+            f"--budget-shape {args.budget_shape} can't be saved: in a file all heads of a layer have one budget; use "
+            "calibrated-layers, pyramid or equal"
+        )
     _check_storage(args)
     text = prompt_text(args.prompt)
     settings = {"trust_remote_code": args.trust_remote_code}
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer_config=settings,
         trust_remote_code=args.trust_remote_code,
     )
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.attention import OURS
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import save_prompt_cache
 
@@ -57,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     _read(model, caches, prompt)
     metadata = {"model": args.model or "", "tokenizer_config": json.dumps(settings)}
     save_prompt_cache(path, caches, model, metadata)
-    ours = next(c for c in caches if isinstance(c, H2OKVCache))
+    ours = [c for c in caches if isinstance(c, OURS)]
+    kept, gone = mean_of(c.tokens_kept for c in ours), mean_of(c.evictions for c in ours)
     print(
-        f"prompt {len(prompt)} tokens; kept {ours.tokens_kept} per head, evicted {ours.evictions}; "
+        f"prompt {len(prompt)} tokens; kept {kept} per head, evicted {gone}; "
         f"{path} has {path.stat().st_size / 1e6:.2f} MB"
     )
     return 0

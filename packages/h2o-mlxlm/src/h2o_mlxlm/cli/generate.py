@@ -2,11 +2,13 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from h2o_core import H2OConfig
 from h2o_mlxlm.cli import drafting, flags
 from h2o_mlxlm.cli.loading import cache_options, config_for, loaded, mean_of, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
@@ -118,10 +120,12 @@ def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list
         ]
         return list(chain(*made))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
-    ours = next(c for c in caches if isinstance(c, H2OKVCache))
-    if not isinstance(ours.offset, int) or ours.sequences > 1:
+    ours = [c for c in caches if isinstance(c, H2OKVCache)]
+    if not isinstance(ours[0].offset, int) or ours[0].sequences > 1:
         raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
-    flags.check_given(args, vars(ours.config) | ours.storage, tokens_of(args, model))
+    fields = [vars(c.config) | c.storage for c in ours]
+    uneven = {name: "one for each layer" for name, x in fields[0].items() if any(f[name] != x for f in fields)}
+    flags.check_given(args, fields[0] | uneven, tokens_of(args, model))
     return caches
 
 
@@ -181,12 +185,21 @@ def _generate(
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
         **{name: getattr(ours[0], "storage", vars(args))[name] for name in ("kv_bits", "kv_quantizer")},
-        # Of a mean layer; a layer of equal budgets has what the model has filled in, too.
-        "config": asdict(ours[0].config if args.budget_shape == "equal" else config_for(args, model, draft_model)),
+        "config": asdict(_config(args, model, draft_model, [c.config for c in ours])),
     }
     if args.verbose:
         print(f"\n{_summary(report, response)}")
     return report
+
+
+def _config(args: argparse.Namespace, model: Any, draft_model: Any, made: list[H2OConfig]) -> H2OConfig:
+    """The configuration of all layers, or of a mean one: as it was asked for, or of a file."""
+    if len(set(made)) == 1:
+        return made[0]
+    if args.prompt_cache_file is None:
+        return config_for(args, model, draft_model)
+    budget, grace = (round(fmean(getattr(c, name) for c in made)) for name in ("budget", "grace"))
+    return replace(made[0], budget=budget, grace=grace)
 
 
 def _summary(report: dict[str, Any], response: Any) -> str:
