@@ -224,31 +224,27 @@ def test_bad_input_is_one_line(run, file, tmp_path, arguments, parts):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shape", ["pyramid", "calibrated-layers"])
-def test_layers_of_different_budgets_go_on_from_the_file(run, file, going_on, tiny_folder, tmp_path, shape):
+@pytest.mark.parametrize("shape", ["pyramid", "calibrated-layers", "calibrated"])
+def test_different_budgets_go_on_from_the_file(run, file, going_on, tiny_folder, tmp_path, shape):
     model = h2o_mlxlm.load(str(tiny_folder))[0]
     losses = (((0.3, 0.1), (0.01, 0.001)), ((0.9, 0.5), (0.02, 0.01)))
     save_needs(tmp_path / "needs.json", Needs(needs_identity(model), (8, 32), losses), {})
-    named = ["--needs", str(tmp_path / "needs.json")] if shape == "calibrated-layers" else []
-    sizes = ["--budget", "64", "--n-sink", "2"]
-    code, out, err = run(
-        "cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *sizes, "--budget-shape", shape, *named
-    )
+    named = ["--needs", str(tmp_path / "needs.json")] if shape != "pyramid" else []
+    asked = ["--budget", "64", "--n-sink", "2", "--budget-shape", shape, *named]
+    code, out, err = run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, *asked)
     assert (code, err) == (0, "")
     assert "kept 64 per head" in out
-    caches = load_prompt_cache(file, model)
-    budgets = [c.config.budget for c in caches]
-    assert len(set(budgets)) == 2
-    assert sum(budgets) == 128
+    budgets = [getattr(c, "budgets", [c.config.budget] * 2) for c in load_prompt_cache(file, model)]
+    assert len({budget for layer in budgets for budget in layer}) > 1
+    assert sum(map(sum, budgets)) == 64 * 4
     got = going_on("--prompt", LONG)
     assert (got["kept_tokens"], got["config"]["budget"]) == (64, 64)
-    contradicted = run("generate", "--prompt-cache-file", file, *sizes[:2])
-    assert_refused(
-        contradicted, "--budget asks for budget=64, but", "with budget=one for each layer: leave --budget out"
-    )
+    if shape != "calibrated":
+        contradicted = run("generate", "--prompt-cache-file", file, "--budget", "64")
+        message = "with budget=one for each layer: leave --budget out"
+        assert_refused(contradicted, "--budget asks for budget=64, but", message)
 
 
-@pytest.mark.parametrize("shape", ["adaptive", "calibrated"])
-def test_heads_of_different_budgets_are_not_for_a_file(run, file, shape):
-    refused = run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, "--budget-shape", shape)
-    assert_refused(refused, f"--budget-shape {shape} can't be saved", "use calibrated-layers, pyramid or equal")
+def test_budgets_that_change_are_not_for_a_file(run, file):
+    refused = run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, "--budget-shape", "adaptive")
+    assert_refused(refused, "--budget-shape adaptive can't be saved: its heads change their budgets")

@@ -19,7 +19,7 @@ from mlx_lm.models.gemma3_text import ModelArgs as GemmaArgs
 from mlx_lm.models.jamba import Model as Jamba
 from mlx_lm.models.jamba import ModelArgs as JambaArgs
 
-from h2o_mlxlm import H2OConfig, H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from h2o_mlxlm import H2OConfig, H2OKVCache, SplitH2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from h2o_mlxlm.persistence import NAME
 from h2o_mlxlm.safetensors_file import read_arrays
 
@@ -111,6 +111,39 @@ def test_going_on_after_a_reload_is_going_on(
     assert [c.config for c in again] == configs
     assert mx.array_equal(fed(model, again, *after), fed(model, plain, *after))
     check_equal(again, plain)
+
+
+SPLIT = [[12, 8], [9, 19]]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["original", "held", "shared", "rewind"]),
+    st.lists(st.integers(6, 20), min_size=4, max_size=4),
+    st.lists(st.sampled_from([1, 1, 1, 2, 5, 13]), min_size=1, max_size=10),
+    st.lists(st.sampled_from([1, 1, 4]), min_size=1, max_size=5),
+)
+def test_heads_of_different_budgets_go_on_too(model, tmp_path_factory, way, budgets, before, after):
+    config = H2OConfig(budget=20, n_sink=2, grace=10, **WAYS.get(way, {"rewind": 2}))
+    heads = [budgets[:2], budgets[2:]]
+    plain, caches = (make_prompt_cache(model, config, heads=heads) for _ in range(2))
+    assert mx.array_equal(fed(model, plain, *before), fed(model, caches, *before))
+    again = saved(caches, model, tmp_path_factory.mktemp("saved"))
+    assert [(type(c), c.config, c.budgets) for c in again] == [(SplitH2OKVCache, config, layer) for layer in heads]
+    assert {c.ledger for layer in again for _, c in layer.shares} == {again[0].shares[0].cache.ledger}
+    assert mx.array_equal(fed(model, again, *after), fed(model, plain, *after))
+    check_equal(again, plain)
+
+
+def test_a_batch_of_heads_of_different_budgets_goes_on(model, tmp_path):
+    alone = [make_prompt_cache(model, SMALL, heads=SPLIT) for _ in range(2)]
+    for caches, n in zip(alone, (17, 4), strict=True):
+        fed(model, caches, n)
+    caches = [SplitH2OKVCache.merge(layer) for layer in zip(*alone, strict=True)]
+    again = saved(caches, model, tmp_path)
+    rows = mx.array([[5], [6]])
+    assert mx.array_equal(model(rows, cache=again), model(rows, cache=caches))
+    check_equal(again, caches)
 
 
 @pytest.mark.parametrize("calls", [(5,), (30, 1, 1), (1,) * 20, (9, 4, 1)], ids=str)
@@ -227,6 +260,7 @@ def test_what_cannot_be_loaded_is_not_saved(model, gemma, tmp_path):
     caches, others = make_prompt_cache(model, SMALL), make_prompt_cache(model, SMALL)
     fed(model, caches, 5)
     fed(model, others, 6)
+    split = make_prompt_cache(model, SMALL, heads=SPLIT)
     empty, gemmas = make_prompt_cache(model, SMALL), make_prompt_cache(gemma, SMALL)
     cases = [
         ([empty[0], H2OKVCache.merge([empty[1], empty[1]])], {}, "its layers have not seen the same tokens"),
@@ -241,6 +275,7 @@ def test_what_cannot_be_loaded_is_not_saved(model, gemma, tmp_path):
         ([*caches[:1], H2OKVCache(SMALL, kv_bits=8)], {}, "in one way, got 2 ways in 2 of them"),
         ([*caches[:1], *make_prompt_cache(model, OTHER)[:1]], {}, "layers differ in budget, .* got queries="),
         ([*caches[:1], *make_prompt_cache(model, SMALL)[:1]], {}, "its arrays are not those of this model's caches"),
+        ([caches[0], split[1]], {}, "H2O caches of one kind, got both"),
         ([mlx_lm_cache.KVCache()] * 2, {}, "in one way, got 0 ways in 0 of them"),
         ([mlx_lm_cache.CacheList(*caches)], {}, "got CacheList, whose state nobody checks"),
         (caches, {"model": gemma}, "it has 2 H2O caches, and this model has 1"),
@@ -367,6 +402,37 @@ def test_a_configuration_other_than_the_layers_is_refused(good, model, tmp_path)
     for configs in (about["configs"][:1], about["configs"] * 2):
         forged(tmp_path / "a.safetensors", arrays, about | {"configs": configs})
         refused(tmp_path / "a.safetensors", model, r"it has \d H2O caches, and this model has 2")
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (None, "its caches are .*SplitH2OKVCache"),
+        ([], "its caches are .*SplitH2OKVCache"),
+        ({}, "its budgets of heads are no list"),
+        ([[], []], "its budgets of heads are no list"),
+        ([5, 5], "its budgets of heads are no list"),
+        ([[12, 8], [9, "x"]], "its budgets of heads must be whole numbers from 1"),
+        ([[12, 8], [9, True]], "its budgets of heads must be whole numbers from 1"),
+        ([[12, 8], [9, 2**40]], "its budgets of heads must be whole numbers from 1"),
+        ([[12, 8]], "heads has budgets for each layer with an H2O cache, of which this model has 2, got 1"),
+        ([[12, 8], [9, 19, 8]], "are for 3 KV heads"),
+        ([[12, 8], [19, 9]], "layer 1 is no SplitH2OKVCache"),
+        ([[12, 8], [9, 18]], "layer 1 is no SplitH2OKVCache"),
+        ([[12, 8], [9, 2]], "some heads keep 2 tokens where the mean is 12"),
+        ([[12, 12], [9, 9]], "its arrays are not those of this model's caches"),
+        ([[48, 8], [9, 19]], "got budgets with a mean of"),
+    ],
+    ids=str,
+)
+def test_budgets_of_heads_that_do_not_fit_are_refused(model, tmp_path, heads, message):
+    caches = make_prompt_cache(model, SMALL, heads=SPLIT)
+    fed(model, caches, 30, 1)
+    path = tmp_path / "a.safetensors"
+    save_prompt_cache(path, caches, model)
+    arrays, texts = read_arrays(path)
+    forged(path, arrays, json.loads(texts[NAME]) | {"heads": heads})
+    refused(path, model, message)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from h2o_mlxlm import (
     load,
     make_prompt_cache,
     pyramid,
-    save_prompt_cache,
     uninstall,
 )
 from h2o_mlxlm.attention import scaled_dot_product_attention
@@ -206,14 +205,12 @@ def test_caches_that_divide_otherwise_are_not_batched(model):
         SplitH2OKVCache.merge([one, three])
 
 
-def test_what_it_can_not_do_it_refuses(model, tmp_path):
+def test_what_it_can_not_do_it_refuses(model):
     caches = make_prompt_cache(model, CONFIG, heads=BUDGETS)
     with pytest.raises(ValueError, match="quantised from its first token or not at all"):
         caches[0].to_quantized()
     with pytest.raises(ValueError, match="can't be trimmed"):
         caches[0].trim(1)
-    with pytest.raises(ValueError, match="got SplitH2OKVCache"):
-        save_prompt_cache(tmp_path / "x.safetensors", caches, model)
     with pytest.raises(ValueError, match="speculative decoding takes back"):
         check_caches(caches, 2)
     with pytest.raises(ValueError, match="got a list of 2"):

@@ -158,11 +158,14 @@ def share(caches: Sequence[Any]) -> None:
     See ``Ledger`` and ``Passes``.
     """
     ledger, passes = Ledger(), Passes(others=[c for c in caches if isinstance(c, mlx_lm_cache.RotatingKVCache)])
-    # A layer that is split has several.
-    of_layers = [[share.cache for share in getattr(cache, "shares", ())] or [cache] for cache in caches]
-    for layer, cache in enumerate(chain(*of_layers)):
+    for layer, cache in enumerate(chain(*map(parts_of, caches))):
         if isinstance(cache, H2OKVCache):
             cache.ledger, cache.layer, cache.passes = ledger, layer, passes
+
+
+def parts_of(cache: Any) -> list[Any]:
+    """List the caches of a layer: several if its heads are split among them, else the one that it is."""
+    return [share.cache for share in getattr(cache, "shares", ())] or [cache]
 
 
 # mlx_lm's load_prompt_cache finds classes by name in its own module.

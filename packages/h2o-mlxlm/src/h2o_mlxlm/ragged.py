@@ -121,3 +121,11 @@ def _none(like: Slots, batch: int) -> Slots:
     extras = tuple(mx.zeros((batch, x.shape[1], 0, *x.shape[3:]), mx.float32) for x in like.state.extras)
     state = init(batch, like.keys.kind[0])._replace(extras=extras)
     return Slots(like.keys.none(batch), like.values.none(batch), state)
+
+
+def heads_at(x: mx.array, heads: Sequence[int]) -> mx.array:
+    """Take heads of an array [B, H, ...]; neighbours are not copied."""
+    first, n = heads[0], len(heads)
+    if list(heads) == list(range(first, first + n)):
+        return x if n == x.shape[1] else x[:, first : first + n]
+    return x[:, mx.array(list(heads))]

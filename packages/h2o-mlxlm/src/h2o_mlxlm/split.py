@@ -13,7 +13,7 @@ from h2o_core import H2OConfig
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.budgets import groups
 from h2o_mlxlm.cache import H2OKVCache
-from h2o_mlxlm.ragged import padded
+from h2o_mlxlm.ragged import heads_at, padded
 
 
 class Share(NamedTuple):
@@ -84,7 +84,7 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
                 f"the budgets of this layer are for {len(self._order)} KV heads, got keys {keys.shape}: make caches "
                 "with a list of as many budgets as the layer has heads"
             )
-        self._shown = [c.update_and_fetch(_of(keys, heads), _of(values, heads)) for heads, c in self.shares]
+        self._shown = [c.update_and_fetch(heads_at(keys, heads), heads_at(values, heads)) for heads, c in self.shares]
         return keys, values
 
     def calls(
@@ -103,13 +103,13 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
         group = queries.shape[1] // len(self._order)
         for (heads, cache), (keys, values) in zip(self.shares, shown, strict=True):
             mine = [h * group + g for h in heads for g in range(group)]
-            yield cache, _of(queries, mine), keys, values, None if sinks is None else sinks[mx.array(mine)]
+            yield cache, heads_at(queries, mine), keys, values, None if sinks is None else sinks[mx.array(mine)]
 
     def in_order(self, parts: Sequence[mx.array]) -> mx.array:
         """Put what came of each cache's heads [B, n, ...] behind one another in the order of the layer's heads."""
         joined = mx.concatenate(list(parts), axis=1)
         each = joined.shape[1] // len(self._order)
-        return _of(joined, [place * each + i for place in self._order for i in range(each)])
+        return heads_at(joined, [place * each + i for place in self._order for i in range(each)])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Make the mask of the next call, as mlx_lm's caches do; see ``H2OKVCache.make_mask``."""
@@ -123,6 +123,12 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
     def empty(self) -> bool:
         """Say whether nothing has been seen yet."""
         return self._any.empty()
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens that each head keeps."""
+        of_heads = {head: c.config.budget for heads, c in self.shares for head in heads}
+        return [of_heads[head] for head in sorted(of_heads)]
 
     @property
     def offset(self) -> int | mx.array:
@@ -199,10 +205,8 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
         first = caches[0]
         for other in caches[1:]:
             first._check_alike(other)
-        merged = cls.__new__(cls)
         parts = zip(*[cache.shares for cache in caches], strict=True)
-        merged._begin(first.config, [(of[0].heads, H2OKVCache.merge([c for _, c in of])) for of in parts])
-        return merged
+        return first.with_caches([H2OKVCache.merge([c for _, c in of]) for of in parts])
 
     def extend(self, other: Self) -> None:
         """Put the sequences of ``other`` behind this cache's own; see ``merge``."""
@@ -217,9 +221,13 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
 
     def extract(self, idx: int) -> Self:
         """Copy one sequence out, as a cache of its own that was never batched."""
-        alone = copy.copy(self)
-        alone._begin(self.config, [(heads, c.extract(idx)) for heads, c in self.shares])
-        return alone
+        return self.with_caches([c.extract(idx) for _, c in self.shares])
+
+    def with_caches(self, caches: Sequence[H2OKVCache]) -> Self:
+        """Copy the layer, with other caches for its groups of heads, in their order."""
+        made = copy.copy(self)
+        made._begin(self.config, [(heads, c) for (heads, _), c in zip(self.shares, caches, strict=True)])
+        return made
 
     def prepare(self, **padding: Any) -> None:
         """Announce a prompt that is padded on the right; see ``H2OKVCache.prepare``."""
@@ -282,14 +290,6 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
             return of(self._any)
         width = self.size()
         return self.in_order([padded(of(c), width, missing) for _, c in self.shares])
-
-
-def _of(x: mx.array, heads: Sequence[int]) -> mx.array:
-    """Take heads of an array [B, H, ...]; neighbours are not copied."""
-    first, n = heads[0], len(heads)
-    if list(heads) == list(range(first, first + n)):
-        return x if n == x.shape[1] else x[:, first : first + n]
-    return x[:, mx.array(list(heads))]
 
 
 def _sum(counts: int | mx.array, cache: H2OKVCache) -> int:

@@ -36,11 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"--prompt-cache-file: there is no folder {path.parent}")
     flags.check_cache_flags(args)
     flags.check_no_inputs(args)
-    if args.budget_shape in ("adaptive", "calibrated"):
-        raise ValueError(
-            f"--budget-shape {args.budget_shape} can't be saved: in a file all heads of a layer have one budget; use "
-            "calibrated-layers, pyramid or equal"
-        )
+    if args.budget_shape == "adaptive":
+        raise ValueError("--budget-shape adaptive can't be saved: its heads change their budgets; use another one")
     _check_storage(args)
     text = prompt_text(args.prompt)
     settings = {"trust_remote_code": args.trust_remote_code}

@@ -107,7 +107,7 @@ def _check_file(args: argparse.Namespace) -> None:
 
 def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list[int]) -> list[Any]:
     """Make fresh caches as the flags say, those of the model first, or take those of ``--prompt-cache-file``."""
-    from h2o_mlxlm.cache import H2OKVCache
+    from h2o_mlxlm.attention import OURS
     from h2o_mlxlm.inputs import inputs_from
     from h2o_mlxlm.integration import make_prompt_cache
     from h2o_mlxlm.persistence import load_prompt_cache
@@ -120,7 +120,7 @@ def _caches(args: argparse.Namespace, model: Any, draft_model: Any, prompt: list
         ]
         return list(chain(*made))
     caches: list[Any] = load_prompt_cache(args.prompt_cache_file, model, backend=args.backend)
-    ours = [c for c in caches if isinstance(c, H2OKVCache)]
+    ours = [c for c in caches if isinstance(c, OURS)]
     if not isinstance(ours[0].offset, int) or ours[0].sequences > 1:
         raise ValueError(f"{args.prompt_cache_file} holds a batch, and one prompt goes on: save a sequence by itself")
     fields = [vars(c.config) | c.storage for c in ours]

@@ -1,0 +1,82 @@
+"""Whether what a file of caches holds is what this model's caches can be."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from h2o_mlxlm.cache import H2OKVCache, parts_of
+from h2o_rope import Rotation
+
+
+def check_leaf(name: str, leaf: Any, like: Any, free: tuple[int, ...]) -> None:
+    """Check that a leaf is of the kind of this model's own; its first axis and the ``free`` ones may be longer."""
+    if type(leaf) is not type(like):
+        refuse(f"{name} is {type(leaf).__name__}, and this model has {type(like).__name__}")
+    if not isinstance(leaf, mx.array):
+        return
+    same = leaf.ndim == like.ndim and leaf.dtype == like.dtype
+    axes = [i for i in range(1, like.ndim) if i not in free]
+    if not same or any(leaf.shape[i] != like.shape[i] for i in axes):
+        refuse(f"{name} is {leaf.dtype} {leaf.shape}, and this model has {like.dtype} {like.shape}")
+
+
+def check_layers(made: Sequence[Any], fresh: Sequence[Any]) -> None:
+    """Check that the layers have seen the same tokens, under this model's settings."""
+    ours = [c for c in chain(*map(parts_of, made)) if isinstance(c, H2OKVCache)]
+    # Some models have layers that they don't use.
+    used = [c for c in ours if not c.empty()] or ours
+    # How many rows a layer keeps of them, its own state has been checked for.
+    alike = {(c.sequences, tuple(n._replace(kept=0) for n in c._counts), c._batched, c._to_come) for c in used}
+    if len(alike) > 1:
+        refuse("its layers have not seen the same tokens")
+    batch, (count, *_), batched, _ = alike.pop()
+    for i, (cache, new) in enumerate(zip(made, fresh, strict=True)):
+        if ours := [c for c in parts_of(cache) if isinstance(c, H2OKVCache)]:
+            fits = all(_fits(*pair) for pair in zip(ours, parts_of(new), strict=True))
+        elif isinstance(cache, ArraysCache):
+            fits = all(x.shape[0] == batch for x in cache.cache if x is not None)
+        else:
+            # In a batch, mlx_lm has other classes for these.
+            fits = not batched and _has_rows(cache, new, batch, count.seen)
+        if not fits:
+            refuse(f"layer {i} is no {type(new).__name__} that this model can have after {count.seen} tokens")
+
+
+def _fits(cache: H2OKVCache, new: H2OKVCache) -> bool:
+    """Say whether a cache has this model's settings."""
+    same = (cache.config, cache.storage, cache.scale) == (new.config, new.storage, new.scale)
+    return same and _same(cache.rotation, new.rotation)
+
+
+def _has_rows(cache: KVCache | RotatingKVCache, new: KVCache | RotatingKVCache, batch: int, seen: int) -> bool:
+    """Say whether one of mlx_lm's caches is as it can be after so many tokens of so many sequences."""
+    if cache.keys is None:
+        # A layer that the model does not use.
+        return bool(list(cache.state) == list(new.state))
+    width = cache.keys.shape[2]
+    if cache.values.shape[:3] != cache.keys.shape[:3] or cache.keys.shape[0] != batch or cache.offset != seen:
+        return False
+    if isinstance(cache, KVCache):
+        return bool(seen <= width)
+    if (cache.keep, cache.max_size) != (new.keep, new.max_size):
+        return False
+    if seen <= width:
+        return bool(cache._idx == seen)
+    if width == cache.max_size:
+        return bool(cache.keep < cache._idx <= width)
+    # Longer than that, it ends with a call of several tokens.
+    return bool(width > cache.max_size and cache._idx == width)
+
+
+def _same(a: Rotation | None, b: Rotation | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a[1:] == b[1:] and bool(mx.array_equal(a.frequencies, b.frequencies).item())
+
+
+def refuse(what: str) -> NoReturn:
+    """Say what is wrong; whoever reads the file says which file it is."""
+    raise ValueError(what)
