@@ -29,15 +29,17 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; markers tell the same once more.
-BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#595959"
+BLUE, ORANGE, GREY, RED, GREEN = "#0072B2", "#E69F00", "#595959", "#D55E00", "#009E73"
 STYLES = {"h2o": (BLUE, "o"), "recency": (GREY, "s"), "full": ("#000000", "D"), "random": (ORANGE, "^")}
-STYLES["calibrated"] = ("#D55E00", "v")
-OTHERS = [("#009E73", "P"), ("#CC79A7", "X"), ("#56B4E9", "d"), ("#A07800", "<"), ("#6A3D9A", ">")]
+STYLES |= {"calibrated": (RED, "v"), "calibrated-layers": (GREEN, "P")}
+OTHERS = [("#CC79A7", "X"), ("#56B4E9", "d"), ("#A07800", "<"), ("#6A3D9A", ">"), ("#44AA99", "h")]
 NAMES = {
     "h2o evict_during_prefill=True": "h2o",
     "h2o evict_during_prefill=False": "h2o, held",
     "calibrated evict_during_prefill=True": "calibrated",
     "calibrated evict_during_prefill=False": "calibrated, held",
+    "calibrated-layers evict_during_prefill=True": "calibrated-layers",
+    "calibrated-layers evict_during_prefill=False": "calibrated-layers, held",
 }
 N_RESAMPLES = 2000
 WIDTH = 8.4  # inches
