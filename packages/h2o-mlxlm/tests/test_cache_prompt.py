@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.cache_prompt import setup_arg_parser
@@ -239,6 +240,9 @@ def test_different_budgets_go_on_from_the_file(run, file, going_on, tiny_folder,
     assert sum(map(sum, budgets)) == 64 * 4
     got = going_on("--prompt", LONG)
     assert (got["kept_tokens"], got["config"]["budget"]) == (64, 64)
+    for again in (["--budget-shape", "equal"], named or ["--budget-shape", shape]):
+        message = f"{again[0]} can't be used with --prompt-cache-file: its caches are as they were saved"
+        assert_refused(run("generate", "--prompt-cache-file", file, *again), message)
     if shape != "calibrated":
         contradicted = run("generate", "--prompt-cache-file", file, "--budget", "64")
         message = "with budget=one for each layer: leave --budget out"
@@ -248,3 +252,13 @@ def test_different_budgets_go_on_from_the_file(run, file, going_on, tiny_folder,
 def test_budgets_that_change_are_not_for_a_file(run, file):
     refused = run("cache-prompt", "--prompt", LONG, "--prompt-cache-file", file, "--budget-shape", "adaptive")
     assert_refused(refused, "--budget-shape adaptive can't be saved: its heads change their budgets")
+
+
+def test_layers_that_differ_in_more_than_budgets_are_reported_by_their_mean(file, going_on, tiny_folder):
+    model = h2o_mlxlm.load(str(tiny_folder))[0]
+    first, second = H2OConfig(budget=64, n_sink=40, grace=4, decay=0.5), H2OConfig(budget=10, n_sink=2, grace=2)
+    caches = make_prompt_cache(model, [first, second])
+    model(mx.ones((1, 100), mx.int32), cache=caches)
+    save_prompt_cache(file, caches, model)
+    got = going_on("--prompt", "hello")["config"]
+    assert [got[name] for name in ("budget", "n_sink", "grace", "decay")] == [37, 21, 3, 0.725]

@@ -84,9 +84,12 @@ def test_layers_hold_what_their_needs_say(model, measured, monkeypatch):
 def test_the_configuration_for_needs_is_the_one_that_was_measured():
     assert calibrated_config(96) == H2OConfig(budget=96, grace=48, long_share=0.35)
     assert calibrated_config(96, grace=10, long_share=0.0, decay=1.0) == H2OConfig(budget=96, grace=10, decay=1.0)
+    assert calibrated_config(96, grace=None) == calibrated_config(96)
     assert calibrated_config(96, scorer="tova") == H2OConfig(budget=96, grace=48, scorer="tova")
     with pytest.raises(ValueError, match=r"n_sink [+] grace must be below budget, got n_sink=4, grace=4, budget=8"):
         calibrated_config(8)
+    with pytest.raises(TypeError, match="budget must be an integer number of tokens, got '64'"):
+        calibrated_config("64")
 
 
 def test_what_does_not_fit_is_refused_at_construction(model, measured, make_model):
@@ -94,6 +97,15 @@ def test_what_does_not_fit_is_refused_at_construction(model, measured, make_mode
         make_prompt_cache(make_model(num_hidden_layers=3), CONFIG, heads=measured)
     with pytest.raises(ValueError, match="divides the budget of one H2OConfig, got a list of 2"):
         make_prompt_cache(model, [CONFIG] * 2, heads=measured)
+    three = Needs(measured.model, (8, 32), tuple((*layer, (0.1, 0.1)) for layer in LOSSES))
+    with pytest.raises(ValueError, match="budgets for 3 KV heads of H2O layer 0, of which llama has 2 here"):
+        make_prompt_cache(model, CONFIG, heads=three)
+    with pytest.raises(ValueError, match="needs must be of the 2 layers that get an H2O cache, got 4"):
+        calibrated_layers(model, CONFIG, Needs(measured.model, (8, 32), LOSSES * 2))
+    with pytest.raises(TypeError, match=r"needs must be Needs, as load_needs returns them, got 'needs\.json'"):
+        calibrated_layers(model, CONFIG, "needs.json")
+    with pytest.raises(TypeError, match=r"config must be an H2OConfig, got \[H2OConfig.*calibrated_config"):
+        calibrated_layers(model, [CONFIG] * 2, measured)
     with pytest.raises(ValueError, match=r"some heads keep 24 tokens where the mean is 96.*n_sink [+] grace must"):
         make_prompt_cache(model, H2OConfig(budget=96, n_sink=20), heads=measured)
 
@@ -144,6 +156,10 @@ def test_settings_go_with_the_shape_unless_they_are_given(generated, file, flags
     ("flags", "message"),
     [
         (["--needs", "FILE"], "--needs is for --budget-shape calibrated and calibrated-layers alone, got equal"),
+        (
+            ["--budget-shape", "calibrated-layers", "--needs", "FILE", "--draft-model", "/no/model"],
+            "--draft-model can't be used with --budget-shape calibrated-layers: needs are of one model",
+        ),
         (["--budget-shape", "calibrated", "--needs", "/no/file"], "--needs: .*No such file.*/no/file"),
         (["--budget-shape", "calibrated"], "no needs of this model's heads come with h2o_mlxlm"),
         (["--budget-shape", "calibrated-layers"], "no needs of this model's heads come with h2o_mlxlm"),
@@ -173,3 +189,26 @@ def test_eval_takes_a_file_and_tells_its_contents_apart(model, file, measured, m
     assert Variant(method, 24).config != Variant("h2o", 24).config
     with pytest.raises(OSError, match="No such file"):
         method_of(f"{method} /no/file")
+
+
+@pytest.mark.parametrize("command", ["compare", "eval loss"])
+def test_what_a_model_can_not_have_is_refused_before_anything_is_measured(tiny_folder, tmp_path, command, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world " * 200)
+    more = ["--prompt", "hello"] if command == "compare" else ["--out", str(tmp_path / "out"), "--text", str(text)]
+    more += [] if command == "compare" else ["--context", "64", "--scored", "8", "--windows", "1"]
+    code = main([*command.split(), "--model", str(tiny_folder), "--methods", "h2o", "calibrated", *more])
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert "no needs of this model's heads come with h2o_mlxlm" in error
+    assert 'or "calibrated DIR/needs.json" as the method' in error
+    rows = tmp_path / "out" / "rows.csv"
+    assert not rows.exists() or len(rows.read_text().splitlines()) <= 1
+
+
+def test_compare_says_what_a_mean_head_keeps(tiny_folder, file, capsys):
+    methods = ["h2o", f"calibrated {file}", f"calibrated-layers {file}"]
+    flags = ["--budget", "96", "--max-tokens", "3", "--methods", *methods, "--settings", "n_sink=2", "--json"]
+    assert main(["compare", "--model", str(tiny_folder), "--prompt", "hello " * 300, *flags]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [r["tokens_kept"] for r in results] == [96, 96, 96]

@@ -399,6 +399,15 @@ def test_a_configuration_other_than_the_layers_is_refused(good, model, tmp_path)
         for configs in ([c | change for c in about["configs"]], [about["configs"][0], about["configs"][1] | change]):
             forged(tmp_path / "a.safetensors", arrays, about | {"configs": configs})
             refused(tmp_path / "a.safetensors", model)
+    huge = [c | {"decay": 10**400} for c in about["configs"]]
+    forged(tmp_path / "a.safetensors", arrays, about | {"configs": huge})
+    refused(tmp_path / "a.safetensors", model, r"decay must be in \(0, 1\], got 1000")
+    for name in ("scale", "rotation"):
+        own = {key: json.loads(text) for key, text in about["scalars"].items()}
+        for state in own.values():
+            state[name] = 10**400 if name == "scale" else [False, 10**400, 1.0]
+        forged(tmp_path / "a.safetensors", arrays, about | {"scalars": {k: json.dumps(x) for k, x in own.items()}})
+        refused(tmp_path / "a.safetensors", model, "this is no state that an H2O cache can have")
     for configs in (about["configs"][:1], about["configs"] * 2):
         forged(tmp_path / "a.safetensors", arrays, about | {"configs": configs})
         refused(tmp_path / "a.safetensors", model, r"it has \d H2O caches, and this model has 2")
@@ -416,7 +425,7 @@ def test_a_configuration_other_than_the_layers_is_refused(good, model, tmp_path)
         ([[12, 8], [9, True]], "its budgets of heads must be whole numbers from 1"),
         ([[12, 8], [9, 2**40]], "its budgets of heads must be whole numbers from 1"),
         ([[12, 8]], "heads has budgets for each layer with an H2O cache, of which this model has 2, got 1"),
-        ([[12, 8], [9, 19, 8]], "are for 3 KV heads"),
+        ([[12, 8], [9, 19, 8]], "heads has budgets for 3 KV heads of H2O layer 1, of which llama has 2 here"),
         ([[12, 8], [19, 9]], "layer 1 is no SplitH2OKVCache"),
         ([[12, 8], [9, 18]], "layer 1 is no SplitH2OKVCache"),
         ([[12, 8], [9, 2]], "some heads keep 2 tokens where the mean is 12"),

@@ -1,14 +1,17 @@
 """Heads with budgets of their own: each goes as in a cache where all heads have that budget."""
 
 import copy
+import json
 
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import batch_generate, stream_generate
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
+from h2o_core import Mass
 from h2o_mlxlm import (
     H2OConfig,
     H2OKVCache,
@@ -181,6 +184,12 @@ def test_a_step_scores_all_layers_in_one_go():
         (BUDGETS, [CONFIG] * 2, ValueError, "divides the budget of one H2OConfig, got a list of 2"),
         (BUDGETS, H2OConfig(16, positions="rolling"), ValueError, "different ranks, got positions='rolling'"),
         (BUDGETS, H2OConfig(16, scorer="qfilters"), ValueError, "take no inputs, and scorer 'qfilters' needs"),
+        ([[16, 16, 16]] * 2, CONFIG, ValueError, "budgets for 3 KV heads of H2O layer 0, of which llama has 2 here"),
+        ([[16, 16], []], CONFIG, ValueError, "budgets for 0 KV heads of H2O layer 1"),
+        ([16, 16], CONFIG, TypeError, r"heads must be a word, Needs, or .* got \[16, 16\]"),
+        (["equal", "adaptive"], CONFIG, TypeError, "heads must be a word, Needs, or"),
+        (None, CONFIG, TypeError, "heads must be a word, Needs, or .* got None"),
+        (mx.ones((2, 2)), CONFIG, TypeError, "heads must be a word, Needs, or"),
         ("uneven", CONFIG, ValueError, "heads must be one of 'equal', 'adaptive', 'calibrated'.*got 'uneven'"),
     ],
 )
@@ -190,9 +199,61 @@ def test_what_can_not_be_is_refused_at_construction(model, heads, config, error,
 
 
 def test_a_layer_with_other_heads_is_refused(model):
-    caches = make_prompt_cache(model, CONFIG, heads=[[16, 16, 16]] * 2)
+    caches = [SplitH2OKVCache(CONFIG, [16, 16, 16]) for _ in range(2)]
     with pytest.raises(ValueError, match="budgets of this layer are for 3 KV heads, got keys"):
         model(mx.ones((1, 3), mx.int32), cache=caches)
+
+
+def test_mlx_lms_own_files_hold_it(model, tmp_path):
+    path = str(tmp_path / "cache.safetensors")
+    caches = make_prompt_cache(model, CONFIG, heads=BUDGETS)
+    model(mx.arange(3, 43)[None], cache=caches)
+    mlx_lm_cache.save_prompt_cache(path, caches)
+    again = mlx_lm_cache.load_prompt_cache(path)
+    assert [(type(c), c.budgets, c.config) for c in again] == [(SplitH2OKVCache, b, CONFIG) for b in BUDGETS]
+    rows = mx.array([[5, 6]])
+    assert mx.array_equal(model(rows, cache=again), model(rows, cache=caches))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"about": None}, "no state of a layer with divided heads"),
+        ({"about": "{}"}, "no state of a layer with divided heads: KeyError"),
+        ({"shares": 5}, "no state of a layer with divided heads: TypeError"),
+        ({"heads": 5}, "no state of a layer with divided heads: TypeError"),
+        ({"heads": [[0], [0]]}, "must hold each of the layer's heads once"),
+        ({"heads": [[0], [True]]}, "must hold each of the layer's heads once"),
+        ({"heads": []}, "must hold each of the layer's heads once"),
+        ({"heads": [[0, 1]]}, "1 groups of heads need a cache each"),
+        ({"heads": [[0, 2], [1]]}, r"cache of heads \(0, 2\) is of 1 heads"),
+        ({"config": {}}, "its configuration has other fields"),
+        ({"config": {"decay": 0.5}}, r"cache of heads \(0,\) is of 1 heads, or under settings of its own"),
+    ],
+    ids=str,
+)
+def test_a_state_that_does_not_fit_is_refused(model, change, message):
+    caches = make_prompt_cache(model, CONFIG, heads=[[8, 24]] * 2)
+    model(mx.arange(3, 43)[None], cache=caches)
+    state = caches[0].state
+    about = json.loads(state["about"])
+    for name in about.keys() & change.keys():
+        told = change[name]
+        about[name] = about[name] | told if told and isinstance(told, dict) else told
+    whole = {name: x for name, x in change.items() if name in state}
+    with pytest.raises(ValueError, match=message):
+        SplitH2OKVCache.from_state({"shares": state["shares"], "about": json.dumps(about)} | whole)
+
+
+def test_groups_of_a_layer_have_seen_the_same(model):
+    one, other = (make_prompt_cache(model, CONFIG, heads=[[8, 24]] * 2)[0] for _ in range(2))
+    for cache, n in ((one, 9), (other, 8)):
+        cache.update_and_fetch(mx.ones((1, 2, n, 16)), mx.ones((1, 2, n, 16)))
+        for _, part in cache.shares:
+            part.observe(Mass(mx.ones((1, 1, n)), mx.ones((1, 1, n))))
+    parts = [one.state["shares"][0], other.state["shares"][1]]
+    with pytest.raises(ValueError, match="2 groups of heads need a cache each, and the same tokens in all of them"):
+        SplitH2OKVCache.from_state(one.state | {"shares": parts})
 
 
 def test_caches_that_divide_otherwise_are_not_batched(model):

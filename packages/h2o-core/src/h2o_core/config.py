@@ -1,6 +1,5 @@
 """What a user chooses. Plain Python: no arrays, no mlx."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -163,15 +162,17 @@ def _check_count(name: str, value: object, least: int, most: int = MOST_TOKENS) 
 def _check_decay(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"decay must be a number in (0, 1], got {value!r}")
-    if not (math.isfinite(value) and 0 < value <= 1):
-        raise ValueError(f"decay must be in (0, 1], got {value}: 1 never forgets, smaller forgets faster")
+    if not 0 < value <= 1:
+        raise ValueError(f"decay must be in (0, 1], got {value!r:.40}: 1 never forgets, smaller forgets faster")
 
 
 def _check_share(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"long_share must be a number in [0, 1], got {value!r}")
     if not 0 <= value <= 1:
-        raise ValueError(f"long_share must be in [0, 1], got {value}: the share of heavy hitters kept for old sums")
+        raise ValueError(
+            f"long_share must be in [0, 1], got {value!r:.40}: the share of heavy hitters kept for old sums"
+        )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

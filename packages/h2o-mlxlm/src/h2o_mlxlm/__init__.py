@@ -76,6 +76,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # With any name, so that mlx_lm's load_prompt_cache knows our class from then on.
-    import_module("h2o_mlxlm.cache")
+    # With any name, so that mlx_lm's load_prompt_cache knows our classes from then on.
+    import_module("h2o_mlxlm.split")
     return getattr(import_module(_HOME[name]), name)

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from h2o_core import H2OConfig
-from h2o_core.scorer import scorer_of
 
 RAGGED = ("budget", "n_sink", "grace", "decay", "long_share")
 """What may differ from layer to layer; everything else is the model's, or of one call."""
@@ -81,10 +80,10 @@ def calibrated_config(budget: int, **fields: Any) -> H2OConfig:
     >>> calibrated_config(64).grace
     32
     """
-    chosen: dict[str, Any] = {"budget": budget, "grace": budget // 2}
-    if scorer_of(fields.get("scorer", "h2o")).sums:
-        chosen["long_share"] = 0.35
-    return H2OConfig(**chosen | fields)
+    config = H2OConfig(budget=budget, **fields)
+    if fields.get("grace") is None:
+        config = replace(config, grace=budget // 2)
+    return replace(config, long_share=0.35) if config.scorer.sums and "long_share" not in fields else config
 
 
 def for_layers(config: H2OConfig | Sequence[H2OConfig], n_layers: int) -> list[H2OConfig]:
@@ -126,12 +125,17 @@ def heads_of_layers(
     """Read what the user gave as ``heads``: for each layer the word, or the budget of each of its heads.
 
     Raises:
-        TypeError: A budget is no integer.
+        TypeError: They are no lists, or a budget is no integer.
         ValueError: There are budgets for more or fewer layers than there are, on average more than the
             configuration's, or for a list of configurations.
     """
     if isinstance(heads, str):
         return [heads] * n_layers
+    if not isinstance(heads, Sequence) or not all(isinstance(x, Sequence) and not isinstance(x, str) for x in heads):
+        raise TypeError(
+            "heads must be a word, Needs, or for each layer with an H2O cache the budget of each head in a list, got "
+            f"{heads!r:.200}"
+        )
     budget = one_budget(config)
     if len(heads) != n_layers:
         raise ValueError(
@@ -164,9 +168,11 @@ def one_budget(config: H2OConfig | Sequence[H2OConfig]) -> int:
 def groups(config: H2OConfig, budgets: Sequence[int]) -> Iterator[tuple[tuple[int, ...], H2OConfig]]:
     """Put heads of one budget together, in the order of their first, each group with its configuration."""
     check_split(config)
-    for budget in dict.fromkeys(budgets):
-        heads = tuple(i for i, other in enumerate(budgets) if other == budget)
-        yield heads, of_budget(config, budget)
+    heads: dict[int, list[int]] = {}
+    for head, budget in enumerate(budgets):
+        heads.setdefault(budget, []).append(head)
+    for budget, alike in heads.items():
+        yield tuple(alike), of_budget(config, budget)
 
 
 def of_budget(config: H2OConfig, budget: int) -> H2OConfig:
@@ -190,7 +196,7 @@ def check_split(config: H2OConfig) -> None:
     if config.positions != "original":
         raise ValueError(
             f"heads with budgets of their own sit at different ranks, got positions={config.positions!r}: use "
-            'positions="original", or heads="equal"'
+            'positions="original", or the same budget for all heads of a layer (heads="equal", or calibrated_layers)'
         )
     if config.scorer.inputs:
         raise ValueError(

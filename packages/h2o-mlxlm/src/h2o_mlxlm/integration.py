@@ -17,12 +17,13 @@ from h2o_mlxlm.budgets import HeadsOfLayer, for_layers, heads_of_layers, of_budg
 from h2o_mlxlm.cache import H2OKVCache, share
 from h2o_mlxlm.checks import Inputs, given_inputs
 from h2o_mlxlm.forms import Pair
-from h2o_mlxlm.layers import layers_of, rotation_for, scale_of, trained_length
+from h2o_mlxlm.layers import kv_heads, layers_of, rotation_for, scale_of, trained_length
 from h2o_mlxlm.needs import Needs, needs_for
 from h2o_mlxlm.speculative import place_check
 from h2o_mlxlm.split import SplitH2OKVCache
 from h2o_mlxlm.suitability import (
     Heads,
+    check_head_counts,
     check_heads,
     check_layers,
     check_moving,
@@ -83,10 +84,13 @@ def make_prompt_cache(
     ours = [type(c) is mlx_lm_cache.KVCache for c in own]
     check_layers(model, own, ours, partial)
     configs = for_layers(config, sum(ours))
-    if heads == "calibrated" or isinstance(heads, Needs):
+    if isinstance(heads, Needs) or (isinstance(heads, str) and heads == "calibrated"):
         heads = needs_for(model, None if isinstance(heads, str) else heads).budgets_for(one_budget(config))
     shapes = heads_of_layers(heads, config, sum(ours))
     check_heads(shapes, configs)
+    if not isinstance(shapes[0], str):
+        counts = kv_heads(model, _own_caches(model))
+        check_head_counts(model, shapes, [n for n, mine in zip(counts, ours, strict=True) if mine])
     hooked = place_hook(model)
     check_scorer(model, configs[0], own, hooked)
     if shapes[0] != "equal" or len({c.budget for c in configs}) > 1:
@@ -127,9 +131,14 @@ def calibrated_layers(model: nn.Module, config: H2OConfig, needs: Needs | None =
         A configuration for each layer that gets an H2O cache, for ``make_prompt_cache`` and ``install``.
 
     Raises:
+        TypeError: ``config`` is no ``H2OConfig``, or ``needs`` are no ``Needs``.
         ValueError: Nothing was measured of this model, or a budget leaves no place beside sinks and recent window.
     """
+    if not isinstance(config, H2OConfig):
+        raise TypeError(f"config must be an H2OConfig, got {config!r:.200}: calibrated_config(512), for example")
     found = needs_for(model, needs).budgets_for(config.budget, groups=1)
+    if len(found) != (own := bounded_layers(model)):
+        raise ValueError(f"needs must be of the {own} layers that get an H2O cache, got {len(found)}: calibrate anew")
     return [of_budget(config, heads[0]) for heads in found]
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from h2o_rope import Rotation, rotation_of
@@ -43,6 +44,19 @@ def trained_length(model: nn.Module) -> int:
         f'positions="auto" needs to know how long {name_of(model)} was trained for, and its arguments do not say: '
         "set trained_length in the configuration"
     )
+
+
+def kv_heads(model: nn.Module, own: list[Any]) -> list[int | None]:
+    """Count the KV heads of each cache, in a model that is sharded those of this rank; None for one that is not used.
+
+    Args:
+        model: The model.
+        own: Fresh caches as the model itself makes them, which are used up.
+    """
+    # Never evaluated: shapes are known without.
+    model(mx.zeros((1, 1), mx.int32), cache=own)
+    rows = [getattr(cache, "keys", None) for cache in own]
+    return [None if keys is None else int(keys.shape[1]) for keys in rows]
 
 
 def rotation_for(model: nn.Module, layer: nn.Module | None, positions: str) -> Rotation:

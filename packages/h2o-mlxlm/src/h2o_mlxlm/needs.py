@@ -187,15 +187,19 @@ def needs_for(model: Any, needs: Needs | None = None) -> Needs:
     """Find what was measured of a model: what is given, or what the package carries.
 
     Raises:
-        ValueError: It is of another model, or the package carries nothing of this one.
+        TypeError: They are no ``Needs``.
+        ValueError: They are of another model, or the package carries nothing of this one.
     """
+    if not isinstance(needs, Needs | None):
+        raise TypeError(f"needs must be Needs, as load_needs returns them, got {needs!r:.200}")
     own = needs_identity(model)
     if needs is None:
         needs = packaged_needs(own)
         if needs is None:
             raise ValueError(
                 "no needs of this model's heads come with h2o_mlxlm: measure them with h2o-mlxlm calibrate --out DIR, "
-                'and pass heads=load_needs("DIR/needs.json"), or --needs DIR/needs.json'
+                'and pass load_needs("DIR/needs.json"), --needs DIR/needs.json, or "calibrated DIR/needs.json" as the '
+                "method"
             )
     if needs.model != own:
         raise ValueError(

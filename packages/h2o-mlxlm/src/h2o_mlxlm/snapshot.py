@@ -6,6 +6,7 @@ cache takes it. Knows no file and no model; see ``persistence``.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -287,7 +288,8 @@ def _finite(rows: mx.array, held: mx.array) -> mx.array:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    # Not isfinite, which makes a float of a whole number first, however large.
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 _LAW = "this is no state that an H2O cache can have"

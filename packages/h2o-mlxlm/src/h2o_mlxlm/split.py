@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache
+from mlx_lm.models import cache as mlx_lm_cache
 
 from h2o_core import H2OConfig
 from h2o_mlxlm.backend import Backend
 from h2o_mlxlm.budgets import groups
 from h2o_mlxlm.cache import H2OKVCache
 from h2o_mlxlm.ragged import heads_at, padded
+from h2o_mlxlm.saved import division_of
 
 
 class Share(NamedTuple):
@@ -23,7 +24,7 @@ class Share(NamedTuple):
     cache: H2OKVCache
 
 
-class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
+class SplitH2OKVCache(mlx_lm_cache._BaseCache):  # type: ignore[misc]
     """Keep as many tokens of each head as that head was given: a cache for each group of heads that got the same.
 
     Every part of mlx_lm's contract is handed on to all of them, so sequences are batched, taken back and quantised
@@ -195,9 +196,7 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
-        about = json.loads(value["about"])
-        caches = [H2OKVCache.from_state(state) for state in value["shares"]]
-        self._begin(H2OConfig(**about["config"]), list(zip(map(tuple, about["heads"]), caches, strict=True)))
+        self._begin(*division_of(value))
 
     @classmethod
     def merge(cls, caches: Sequence[Self]) -> Self:
@@ -246,9 +245,7 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         """Take back the newest n tokens; see ``H2OKVCache.trim``."""
         # All of them remember the same calls, so the first one refuses for all.
-        for _, cache in self.shares:
-            cache.trim(n)
-        return n
+        return max(cache.trim(n) for _, cache in self.shares)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> NoReturn:
         """Refuse: a cache stores rows in one form from its first token on."""
@@ -270,10 +267,10 @@ class SplitH2OKVCache(_BaseCache):  # type: ignore[misc]
         return self.shares[0].cache
 
     def _check_alike(self, other: object) -> None:
-        if not isinstance(other, SplitH2OKVCache) or [h for h, _ in other.shares] != [h for h, _ in self.shares]:
+        mine, theirs = ([heads for heads, _ in getattr(cache, "shares", ())] for cache in (self, other))
+        if mine != theirs:
             raise ValueError(
-                f"caches of one batch divide a layer alike, got groups {[h for h, _ in self.shares]} and "
-                f"{[h for h, _ in getattr(other, 'shares', [])]}: batch the requests of each apart"
+                f"caches of one batch divide a layer alike, got groups {mine} and {theirs}: batch those of each apart"
             )
 
     def _counted(self, of: Callable[[H2OKVCache], int | mx.array]) -> int | mx.array:
@@ -297,3 +294,7 @@ def _sum(counts: int | mx.array, cache: H2OKVCache) -> int:
         return counts * cache.sequences
     each: Any = counts.tolist()
     return sum(each)
+
+
+# See ``H2OKVCache``.
+mlx_lm_cache.SplitH2OKVCache = SplitH2OKVCache

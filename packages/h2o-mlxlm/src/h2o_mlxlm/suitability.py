@@ -81,6 +81,16 @@ def check_heads(shapes: Sequence[HeadsOfLayer], configs: list[H2OConfig]) -> Non
             check_adaptive(config)
 
 
+def check_head_counts(model: nn.Module, shapes: Sequence[HeadsOfLayer], counts: Sequence[int | None]) -> None:
+    """Refuse budgets for more or fewer heads than a layer has."""
+    for layer, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
+        if count is not None and len(shape) != count:
+            raise ValueError(
+                f"heads has budgets for {len(shape)} KV heads of H2O layer {layer}, of which {name_of(model)} has "
+                f"{count} here: give each layer a list of as many (a sharded model has its share of the heads)"
+            )
+
+
 def check_storage(model: nn.Module, heads: HeadsOfLayer, storage: dict[str, Any]) -> None:
     """Refuse to store rows as they can't be, for the width of the model's keys where it is known."""
     if heads == "adaptive" and storage["kv_bits"] is not None:

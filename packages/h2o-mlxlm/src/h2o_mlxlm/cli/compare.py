@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from h2o_mlxlm.cli import evaluate, flags
-from h2o_mlxlm.cli.loading import loaded
+from h2o_mlxlm.cli.loading import loaded, mean_of
 
 NARROWEST = 40  # columns of text
 GAP = "  "
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if not text.strip():
         raise ValueError("the prompt is empty: pass --prompt TEXT, or '-' and text on standard input")
     model, tokenizer = loaded(args.model)
+    evaluate.check_caches(model, variants)
     prompt = _encode(args, tokenizer, text)
     results = [_generated(args, model, tokenizer, prompt, variant) for variant in variants]
     full = next((r["tokens"] for r in results if r["method"] == "full"), None)
@@ -80,6 +81,7 @@ def _generated(args: argparse.Namespace, model: Any, tokenizer: Any, prompt: lis
         "name": variant.name,
         "budget": variant.budget or None,
         **sizes(caches, 1),
+        "tokens_kept": mean_of(c.tokens_kept if hasattr(c, "tokens_kept") else c.size() for c in caches),
         "tokens_per_second": round((len(tokens) - 1) / seconds, 2) if len(tokens) > 1 else None,
         "text": tokenizer.decode(tokens[:-1] if ended else tokens),
         "tokens": tokens,

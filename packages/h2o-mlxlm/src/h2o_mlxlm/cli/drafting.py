@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from h2o_core.config import MOST_REWIND
-from h2o_mlxlm.cli.flags import number
+from h2o_mlxlm.cli.flags import CALIBRATED, number
 from h2o_mlxlm.cli.loading import loaded
 
 FLAGS = ("--draft-model", "--num-draft-tokens")
@@ -27,10 +27,16 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that contradict each other.
 
     Raises:
-        ValueError: Tokens are to be drafted by no model, or more of them than may be taken back.
+        ValueError: Tokens are to be drafted by no model, or more of them than may be taken back, or budgets are by
+            needs, which are one model's.
     """
     if args.draft_model is None and args.num_draft_tokens != _AT_A_TIME:
         raise ValueError("--num-draft-tokens needs --draft-model, which drafts them")
+    if args.draft_model is not None and args.budget_shape in CALIBRATED:
+        raise ValueError(
+            f"--draft-model can't be used with --budget-shape {args.budget_shape}: needs are of one model, and the "
+            "flags for both; use another shape, or make_prompt_cache for each model in Python"
+        )
     if args.draft_model is not None and args.rewind is not None and args.rewind < args.num_draft_tokens:
         raise ValueError(
             f"--rewind must be at least --num-draft-tokens, for all of them may be rejected, got {args.rewind} and "

@@ -94,8 +94,8 @@ def add_methods(parser: argparse.ArgumentParser, methods: list[str], settings: l
         "--methods",
         nargs="+",
         default=methods,
-        help="full, recency, h2o, random, …, a scorer such as 'snapkv window=16', or package.module:function of "
-        "(model, budget) (%(default)s)",
+        help="full, recency, h2o, calibrated, calibrated-layers (or 'calibrated FILE', which calibrate wrote), "
+        "random, …, a scorer such as 'snapkv window=16', or package.module:function of (model, budget) (%(default)s)",
     )
     add(
         "--settings",
@@ -115,6 +115,7 @@ def run_loss(args: argparse.Namespace) -> int:
     texts = windows.read_texts(args.text)
     rows = rows_of(args, loss)
     model, tokenizer = loaded(args.model)
+    check_caches(model, variants)
     about = circumstances_of(args, model)
     shape = loss.Shape(args.context, args.scored, args.batch, args.prefill_step_size)
     length = args.context + args.scored
@@ -142,6 +143,7 @@ def run_generation(args: argparse.Namespace) -> int:
         raise ValueError(f"--prompts: {args.prompts} has no prompt, which is a line that is not empty")
     rows = rows_of(args, generation)
     model, tokenizer = loaded(args.model)
+    check_caches(model, variants)
     about = circumstances_of(args, model)
     manner = generation.Manner(args.tokens, args.temp, args.batch, args.prefill_step_size)
     todo = list(generation.units([templated(tokenizer, t) for t in texts], variants, about["model"], manner))
@@ -161,6 +163,7 @@ def run_retrieval(args: argparse.Namespace) -> int:
         texts["prose"] = _prose(windows.read_texts([args.text] if args.text else []), args.text)
     rows = rows_of(args, retrieval)
     model, tokenizer = loaded(args.model)
+    check_caches(model, variants)
     about = circumstances_of(args, model)
     cells = [
         retrieval.make_cell(tokenizer, form, texts[form], depth, length, args.trials, args.key_seed)
@@ -188,6 +191,12 @@ def chosen_variants(args: argparse.Namespace, budgets: list[int], seeds: list[in
 
     label = getattr(args, "label", "")
     return variants(args.methods, budgets, args.settings or args.default_settings, seeds, label, sampled)
+
+
+def check_caches(model: Any, variants: list[Any]) -> None:
+    """Make every variant's caches once: what this model can't have is refused before anything is measured."""
+    for variant in variants:
+        variant.caches(model)
 
 
 def rows_of(args: argparse.Namespace, kind: Any) -> Any:

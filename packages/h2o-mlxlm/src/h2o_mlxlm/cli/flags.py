@@ -144,7 +144,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="Tokens kept per head, or memory such as 2GB (%(default)s)",
     )
     add("--n-sink", type=int, default=d.n_sink, help="Leading tokens never evicted (%(default)s)")
-    add("--grace", type=int, help="Newest tokens never evicted (a quarter of the budget)")
+    add("--grace", type=int, help="Newest tokens never evicted (a quarter of the budget, or half: see --budget-shape)")
     add("--decay", type=float, default=d.decay, help="Factor on scores per token, in (0, 1] (%(default)s)")
     add(
         "--long-share",

@@ -2,13 +2,14 @@
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from h2o_core import H2OConfig
+from h2o_mlxlm.budgets import RAGGED
 from h2o_mlxlm.cli import drafting, flags
 from h2o_mlxlm.cli.loading import cache_options, config_for, loaded, mean_of, tokens_of
 from h2o_mlxlm.cli.prompt import Progress, prompt_text, rest, whole
@@ -99,8 +100,8 @@ def _check_file(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--prompt-cache-file: there is no file {args.prompt_cache_file}")
     if args.system_prompt is not None:
         raise ValueError("--system-prompt can't be used with --prompt-cache-file: what is saved comes before it")
-    if args.budget_shape != "equal":
-        raise ValueError("--budget-shape can't be used with --prompt-cache-file: its caches are as they were saved")
+    for flag in {"--budget-shape", "--needs"} & set(getattr(args, "given", {}).values()):
+        raise ValueError(f"{flag} can't be used with --prompt-cache-file: its caches are as they were saved")
     if args.draft_model is not None:
         raise ValueError("--draft-model can't be used with --prompt-cache-file, which holds no caches of that model")
 
@@ -185,21 +186,21 @@ def _generate(
         "full_cache_bytes": sum(c.full_bytes for c in ours),
         "backend": ours[0].backend.name,
         **{name: getattr(ours[0], "storage", vars(args))[name] for name in ("kv_bits", "kv_quantizer")},
-        "config": asdict(_config(args, model, draft_model, [c.config for c in ours])),
+        "config": _config(args, model, draft_model, [c.config for c in ours]),
     }
     if args.verbose:
         print(f"\n{_summary(report, response)}")
     return report
 
 
-def _config(args: argparse.Namespace, model: Any, draft_model: Any, made: list[H2OConfig]) -> H2OConfig:
-    """The configuration of all layers, or of a mean one: as it was asked for, or of a file."""
+def _config(args: argparse.Namespace, model: Any, draft_model: Any, made: list[H2OConfig]) -> dict[str, Any]:
+    """The fields of all layers' configuration; where layers differ, as they were asked for, or a file's mean."""
     if len(set(made)) == 1:
-        return made[0]
+        return asdict(made[0])
     if args.prompt_cache_file is None:
-        return config_for(args, model, draft_model)
-    budget, grace = (round(fmean(getattr(c, name) for c in made)) for name in ("budget", "grace"))
-    return replace(made[0], budget=budget, grace=grace)
+        return asdict(config_for(args, model, draft_model))
+    means = {name: fmean(getattr(c, name) for c in made) for name in RAGGED}
+    return asdict(made[0]) | {n: round(x) if isinstance(getattr(made[0], n), int) else x for n, x in means.items()}
 
 
 def _summary(report: dict[str, Any], response: Any) -> str:
