@@ -131,7 +131,7 @@ def heads_of_layers(
     """
     if isinstance(heads, str):
         return [heads] * n_layers
-    if not isinstance(heads, Sequence) or not all(isinstance(x, Sequence) and not isinstance(x, str) for x in heads):
+    if not isinstance(heads, Sequence) or any(isinstance(x, str) or not isinstance(x, Sequence) for x in heads):
         raise TypeError(
             "heads must be a word, Needs, or for each layer with an H2O cache the budget of each head in a list, got "
             f"{heads!r:.200}"
@@ -141,7 +141,7 @@ def heads_of_layers(
         raise ValueError(
             f"heads has budgets for each layer with an H2O cache, of which this model has {n_layers}, got {len(heads)}"
         )
-    each = [budget for layer in heads for budget in layer]
+    each: list[Any] = [budget for layer in heads for budget in layer]
     if wrong := [budget for budget in each if isinstance(budget, bool) or not isinstance(budget, int)]:
         raise TypeError(f"the budget of a head must be an integer number of tokens, got {wrong[0]!r}")
     if sum(each) > budget * len(each):
