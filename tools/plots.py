@@ -36,10 +36,10 @@ OTHERS = [("#CC79A7", "X"), ("#56B4E9", "d"), ("#A07800", "<"), ("#6A3D9A", ">")
 NAMES = {
     "h2o evict_during_prefill=True": "h2o",
     "h2o evict_during_prefill=False": "h2o, held",
-    "calibrated evict_during_prefill=True": "calibrated",
-    "calibrated evict_during_prefill=False": "calibrated, held",
-    "calibrated-layers evict_during_prefill=True": "calibrated-layers",
-    "calibrated-layers evict_during_prefill=False": "calibrated-layers, held",
+    "calibrated evict_during_prefill=True": "calibrated\nheads",
+    "calibrated evict_during_prefill=False": "calibrated\nheads, held",
+    "calibrated-layers evict_during_prefill=True": "calibrated\nlayers",
+    "calibrated-layers evict_during_prefill=False": "calibrated\nlayers, held",
 }
 N_RESAMPLES = 2000
 WIDTH = 8.4  # inches

@@ -27,8 +27,8 @@ COMMANDS = {
     'uv run h2o-mlxlm generate --prompt "Explain photosynthesis, step by step." --budget 64 --max-tokens 200': (
         "tests/integration/test_readme.py: test_its_commands_generate_past_the_budget"
     ),
-    'uv run h2o-mlxlm generate --prompt "Explain photosynthesis, step by step." --budget 64 --budget-shape calibrated '
-    "--grace 32 --long-share 0.35 --max-tokens 200": (
+    'uv run h2o-mlxlm generate --prompt "Explain photosynthesis, step by step." --budget 64 '
+    "--budget-shape calibrated-layers --max-tokens 200": (
         "tests/integration/test_readme.py: test_its_commands_generate_past_the_budget"
     ),
     # With a folder in place of the hub's id.
@@ -63,11 +63,9 @@ COMMANDS = {
         "tests/integration/test_ranks.py: test_three_ranks_write_what_one_writes"
     ),
     # In a short form, on a random model.
-    "uv run h2o-mlxlm eval loss --methods recency h2o --budgets 64 128 256 --context 1024 --scored 256 --windows 8 "
-    "--batch 8 --out /tmp/h2o/loss": "packages/h2o-mlxlm/tests/test_evaluate.py: test_loss",
-    'uv run h2o-mlxlm eval loss --methods calibrated --settings "grace=64 long_share=0.35" --budgets 128 '
-    "--context 1024 --scored 256 --windows 8 --batch 8 --out /tmp/h2o/loss": (
-        "packages/h2o-mlxlm/tests/test_calibrated.py: test_eval_takes_a_file_and_tells_its_contents_apart"
+    "uv run h2o-mlxlm eval loss --methods recency h2o calibrated-layers calibrated --budgets 64 128 256 --context 1024 "
+    "--scored 256 --windows 8 --batch 8 --out /tmp/h2o/loss": (
+        "packages/h2o-mlxlm/tests/test_evaluate.py: test_loss"
     ),
     'h2o-sim compare shift --steps 400 --config "budget=64 grace=16" --config "algorithm-1 budget=64"': (
         "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"

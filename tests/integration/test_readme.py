@@ -32,7 +32,7 @@ def test_its_python_runs(readme, capsys, tmp_path, monkeypatch):
     assert names["cache"][0].tokens_seen > 20
 
 
-@pytest.mark.parametrize("also", ["--max-tokens", "--budget-shape calibrated"])
+@pytest.mark.parametrize("also", ["--max-tokens", "--budget-shape calibrated-layers"])
 def test_its_commands_generate_past_the_budget(also):
     lines = "\n".join(blocks("README.md", "sh")).splitlines()
     line = next(line for line in lines if line.startswith("uv run h2o-mlxlm generate") and also in line)
