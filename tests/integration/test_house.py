@@ -64,9 +64,7 @@ COMMANDS = {
     ),
     # In a short form, on a random model.
     "uv run h2o-mlxlm eval loss --methods recency h2o calibrated-layers calibrated --budgets 64 128 256 --context 1024 "
-    "--scored 256 --windows 8 --batch 8 --out /tmp/h2o/loss": (
-        "packages/h2o-mlxlm/tests/test_evaluate.py: test_loss"
-    ),
+    "--scored 256 --windows 8 --batch 8 --out /tmp/h2o/loss": ("packages/h2o-mlxlm/tests/test_evaluate.py: test_loss"),
     'h2o-sim compare shift --steps 400 --config "budget=64 grace=16" --config "algorithm-1 budget=64"': (
         "packages/h2o-core/tests/test_cli.py: test_the_readmes_commands"
     ),
