@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,7 @@ from h2o_mlxlm.checks import Inputs, is_whole
 from h2o_mlxlm.identity import model_identity
 from h2o_mlxlm.integration import bounded_layers, make_prompt_cache
 from h2o_mlxlm.safetensors_file import read_arrays, write_arrays
-from h2o_mlxlm.saved import check_layers, check_leaf
+from h2o_mlxlm.saved import check_layers, check_leaf, refuse
 from h2o_mlxlm.snapshot import FORMAT, config_of, parsed
 from h2o_mlxlm.split import SplitH2OKVCache
 from h2o_mlxlm.storage import storage_of
@@ -115,17 +115,17 @@ def load_prompt_cache(
 def _loaded(path: Path, model: nn.Module, backend: str, inputs: Inputs | None) -> tuple[list[Any], dict[str, str]]:
     arrays, texts = read_arrays(path)
     if list(texts) != [NAME]:
-        _refuse(
+        refuse(
             "it was not written by h2o_mlxlm's save_prompt_cache; mlx_lm's files are for mlx_lm's load_prompt_cache"
         )
     about = parsed(texts[NAME], ("model", "configs", "heads", "storage", "classes", "scalars", "metadata"))
     scalars, metadata, configs = about["scalars"], about["metadata"], about["configs"]
     if about["model"] != (own := model_identity(model)):
-        _refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the one that filled it")
+        refuse(f"it was saved with model {about['model']!r:.40}, and this one is {own!r}: load the one that filled it")
     if not _are_texts(metadata) or not isinstance(scalars, dict) or not scalars.keys().isdisjoint(arrays):
-        _refuse("its metadata or scalars are not what is saved")
+        refuse("its metadata or scalars are not what is saved")
     if not isinstance(configs, list) or not configs:
-        _refuse("its configurations are no list with one for each layer")
+        refuse("its configurations are no list with one for each layer")
     configs, storage, leaves = [config_of(c) for c in configs], storage_of(about["storage"]), scalars | arrays
     heads = _heads_of(about["heads"])
     return _caches_of(model, configs, heads, storage, about["classes"], leaves, backend, inputs), metadata
@@ -136,9 +136,9 @@ def _heads_of(values: Any) -> Heads:
     if values is None:
         return None
     if not isinstance(values, list) or not all(isinstance(layer, list) and layer for layer in values):
-        _refuse("its budgets of heads are no list with one for each layer")
+        refuse("its budgets of heads are no list with one for each layer")
     if not all(is_whole(budget, 1, MOST_TOKENS) for layer in values for budget in layer):
-        _refuse(f"its budgets of heads must be whole numbers from 1 to {MOST_TOKENS}")
+        refuse(f"its budgets of heads must be whole numbers from 1 to {MOST_TOKENS}")
     return values
 
 
@@ -193,14 +193,14 @@ def _caches_of(
         ValueError: They are not the states that this model's caches can have.
     """
     if len(configs) != (own := bounded_layers(model)):
-        _refuse(f"it has {len(configs)} H2O caches, and this model has {own}")
+        refuse(f"it has {len(configs)} H2O caches, and this model has {own}")
     how: dict[str, Any] = {"partial": True, "backend": backend, "inputs": inputs, **storage}
     # Heads divide one budget.
     config = configs[0] if heads and len(set(configs)) == 1 else configs
     fresh, probe = (make_prompt_cache(model, config, heads=heads or "equal", **how) for _ in range(2))
     _check_kinds(fresh)
     if classes != [type(c).__name__ for c in fresh]:
-        _refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")
+        refuse(f"its caches are {classes!r:.200}, and this model has {len(fresh)}: {type(fresh[0]).__name__}, ...")
     # Never evaluated: it tells the shapes and dtypes of the model's keys and values.
     model(mx.zeros((1, 2), mx.int32), cache=probe)
     for filled in (probe, fresh):
@@ -208,7 +208,7 @@ def _caches_of(
         if like.keys() == leaves.keys():
             break
     else:
-        _refuse("its arrays are not those of this model's caches")
+        refuse("its arrays are not those of this model's caches")
     arrays_only = tuple(f"{i}." for i, c in enumerate(fresh) if isinstance(c, ArraysCache))
     for name, leaf in leaves.items():
         check_leaf(name, leaf, like[name], () if name.startswith(arrays_only) else (2,))
@@ -223,7 +223,7 @@ def _filled(fresh: Any, state: Any) -> Any:
     """Make a cache of this state, with the fresh one's back end where it has one."""
     if isinstance(fresh, SplitH2OKVCache):
         if state["about"] != fresh.state["about"]:
-            _refuse(f"its layer is divided as {state['about']!r:.200}, and this model's is not")
+            refuse(f"its layer is divided as {state['about']!r:.200}, and this model's is not")
         return fresh.with_caches([_filled(*pair) for pair in zip(parts_of(fresh), state["shares"], strict=True)])
     if not isinstance(fresh, H2OKVCache):
         return type(fresh).from_state(state)
@@ -234,7 +234,3 @@ def _filled(fresh: Any, state: Any) -> Any:
 
 def _are_texts(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(x, str) for item in values.items() for x in item)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(what)
