@@ -115,9 +115,7 @@ def load_prompt_cache(
 def _loaded(path: Path, model: nn.Module, backend: str, inputs: Inputs | None) -> tuple[list[Any], dict[str, str]]:
     arrays, texts = read_arrays(path)
     if list(texts) != [NAME]:
-        refuse(
-            "it was not written by h2o_mlxlm's save_prompt_cache; mlx_lm's files are for mlx_lm's load_prompt_cache"
-        )
+        refuse("it was not written by h2o_mlxlm's save_prompt_cache; mlx_lm's files are for mlx_lm's load_prompt_cache")
     about = parsed(texts[NAME], ("model", "configs", "heads", "storage", "classes", "scalars", "metadata"))
     scalars, metadata, configs = about["scalars"], about["metadata"], about["configs"]
     if about["model"] != (own := model_identity(model)):
