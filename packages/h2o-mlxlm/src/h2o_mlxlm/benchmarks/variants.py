@@ -79,16 +79,13 @@ def _ours(storage: dict[str, Any] | None = None, **changes: Any) -> Callable[[Ro
     return make
 
 
-def _by_need(room: Room, layers: bool = False) -> list[Any]:
-    from h2o_mlxlm.budgets import calibrated_config
-    from h2o_mlxlm.integration import calibrated_layers, make_prompt_cache
+def _by_need(room: Room, method: str) -> list[Any]:
+    """The caches that ``eval`` measures under that name."""
+    from h2o_mlxlm.evaluation.methods import BY_NEED
 
     if room.model is None:
         raise ValueError("calibrated caches are for a whole model, which was measured: leave them out of --methods")
-    config = calibrated_config(room.budget)
-    if layers:
-        return make_prompt_cache(room.model, calibrated_layers(room.model, config))
-    return make_prompt_cache(room.model, config, heads="calibrated")
+    return BY_NEED[method](room.model, room.budget, {}, 0)
 
 
 VARIANTS = {
@@ -97,8 +94,8 @@ VARIANTS = {
     "quantized": Variant(_theirs("QuantizedKVCache", group_size=64, bits=8), grows=True, width=64),
     "h2o": Variant(_ours()),
     "h2o-books": Variant(_ours(long_share=0.35)),
-    "h2o-calibrated": Variant(_by_need, whole=True),
-    "h2o-calibrated-layers": Variant(partial(_by_need, layers=True), whole=True),
+    "h2o-calibrated": Variant(partial(_by_need, method="calibrated"), whole=True),
+    "h2o-calibrated-layers": Variant(partial(_by_need, method="calibrated-layers"), whole=True),
     "h2o-rewind": Variant(_ours(rewind=3)),
     "h2o-key": Variant(_ours(queries="key")),
     "h2o-rolling": Variant(_ours(positions="rolling")),

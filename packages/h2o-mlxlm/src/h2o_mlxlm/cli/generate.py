@@ -100,8 +100,9 @@ def _check_file(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--prompt-cache-file: there is no file {args.prompt_cache_file}")
     if args.system_prompt is not None:
         raise ValueError("--system-prompt can't be used with --prompt-cache-file: what is saved comes before it")
-    for flag in {"--budget-shape", "--needs"} & set(getattr(args, "given", {}).values()):
-        raise ValueError(f"{flag} can't be used with --prompt-cache-file: its caches are as they were saved")
+    for flag in getattr(args, "given", {}).values():
+        if flag in ("--budget-shape", "--needs"):
+            raise ValueError(f"{flag} can't be used with --prompt-cache-file: its caches are as they were saved")
     if args.draft_model is not None:
         raise ValueError("--draft-model can't be used with --prompt-cache-file, which holds no caches of that model")
 
